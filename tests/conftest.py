@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from support import background, properties
-from support.isa import CPU_TARGETS
+from support import background, isa, properties
 
 TESTS = Path(__file__).parent
 
@@ -19,8 +18,7 @@ FOLDERS = {
     "mojo": "the Mojo package's own tests",
     "isa": "the ops compiled for other CPU targets",
     "browser": "pages that a browser shows",
-    "gpu_model": "GPU kernels without a GPU: compiled, and run on a model of the hardware",
-    "gpu": "needs a GPU that MAX can use",
+    "gpu": "needs a GPU that MAX can use; `gpu/model`: GPU kernels without one, compiled and run on a model of it",
     "serve": "the server",
     "max_serve": "MAX Serve with these kernels; needs an environment of its own",
     "ray": "replicas and offline batches on a local cluster of Ray; needs an environment of its own",
@@ -29,7 +27,7 @@ FOLDERS = {
 """Each folder is a marker: `-m ops`."""
 QUICK = ("unit", "ops", "api", "engine")
 """`-m quick` runs these folders but for tests that are marked `slow`."""
-ONE_PROCESS = ("isa", "gpu_model", "gpu", "max_serve", "ray", "vllm")
+ONE_PROCESS = ("isa", "gpu", "max_serve", "ray", "vllm")
 """Not spread over workers by itself: jobs of `background.py` keep the other cores busy, a GPU has one owner, a server
 takes several GB."""
 
@@ -50,8 +48,8 @@ MAX_WORKERS = 8
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--cpu-target",
-        choices=CPU_TARGETS,
-        help="compile the kernels for this LLVM target instead of the best that this CPU can run",
+        choices=isa.CPU_TARGETS,
+        help="build the libraries of kernels for this LLVM target instead of the best that this CPU can run",
     )
     parser.addoption(
         "--q-dtype",
@@ -94,9 +92,7 @@ def pytest_configure(config: pytest.Config) -> None:
     properties.load_profile(config.getoption("--hypothesis-profile"), quick=config.option.markexpr == "quick")
     target = config.getoption("--cpu-target")
     if target is not None:
-        from max.driver import set_virtual_cpu_target
-
-        set_virtual_cpu_target(target)  # a target that is already set stays in force (`apply_cpu_target`)
+        isa.use_libraries(target=target)
     if config.getoption("--emulate-amx"):
         from support import amx_emulation
 

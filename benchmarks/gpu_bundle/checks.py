@@ -257,7 +257,7 @@ def latent(device: str) -> str:
 
 
 def assembler(_: str) -> str:
-    cubins = import_module("gpu_model.cubins")  # of tests/
+    cubins = import_module("gpu.model.cubins")  # of tests/
     folder = cache_path() / "compiled"
     kernels: dict[str, Any] = {}
     for path in sorted(folder.glob("*.graph")):

@@ -1,7 +1,7 @@
 """What is special to arrays on a GPU, without one: torch tensors on the CPU stand in for them.
 
 What a GPU shares with the host is tried there too by the tests of tests/api whose parameter is "gpu", and by
-test_drawn.py. What only a GPU can show (streams, kernels) is in tests/gpu; the kernels run in tests/gpu_model.
+test_drawn.py. What only a GPU can show (streams, kernels) is in tests/gpu; the kernels run in tests/gpu/model.
 """
 
 from types import SimpleNamespace

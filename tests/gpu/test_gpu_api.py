@@ -5,12 +5,12 @@ import pytest
 import torch
 from max.driver import Accelerator, Buffer
 
-from gpu_model.rules import attention_kernel
+from gpu import harness
+from gpu.rules import attention_kernel
 from paged_kv import page, reference
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache
 from paged_kv.errors import ContractTypeError
 from paged_kv.runtime.launches import launched
-from support import gpu_harness
 from support.cases import CacheCase, build, csr
 from support.compare import assert_bits_equal, assert_close, assert_lse_close
 from support.stand_in import storage_of, tensors
@@ -51,10 +51,10 @@ def test_the_kernel_for_this_gpu_runs(planned):
     with launched() as launches:
         wrapper.run(q, paged)
     best = attention_kernel(Accelerator(0).architecture_name, "bfloat16", "bfloat16", 128, 4, 16)
-    gpu_harness.check_launches(launches, best, "bfloat16")
+    harness.check_launches(launches, best, "bfloat16")
     with launched() as launches:
         single_decode_with_kv_cache(q[0], paged[:, 0, 0], paged[:, 1, 0], pos_encoding_mode="ROPE_LLAMA")
-    gpu_harness.check_launches(launches, "gpu/generic", "bfloat16")
+    harness.check_launches(launches, "gpu/generic", "bfloat16")
 
 
 def test_out_and_lse_are_written(planned):

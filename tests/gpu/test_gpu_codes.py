@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from max.dtype import DType
 
+from gpu.harness import Gpu
 from paged_kv import reference
 from paged_kv.runtime.variants import Variant
 from support import harness
@@ -11,7 +12,6 @@ from support.attending import LSE_TOL, REL, rows_of
 from support.cases import STORAGES, CacheCase
 from support.codes import quantised_cache, widened_pages
 from support.compare import assert_bits_equal, assert_close, assert_lse_close
-from support.gpu_harness import Gpu
 from support.grids import tokens_of
 
 LENGTHS = (33, 0, 700, 1, 129)

@@ -1,13 +1,13 @@
-"""Masked and latent attention on a GPU against the float64 oracle; tests/gpu_model has more cases of both."""
+"""Masked and latent attention on a GPU against the float64 oracle; tests/gpu/model has more cases of both."""
 
 import numpy as np
 import pytest
 
+from gpu.harness import Gpu
 from paged_kv import reference
 from support import harness, latent
 from support.cases import CacheCase, build
 from support.compare import assert_close, assert_lse_close
-from support.gpu_harness import Gpu
 
 LENGTHS = (700, 0, 33)
 REL = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}

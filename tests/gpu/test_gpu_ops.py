@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from gpu.harness import Gpu
 from support import harness
 from support.attending import AXES, REL, compare_with_oracle, options_of, rows_of
 from support.cases import DTYPES, STORAGES, CacheCase, build, emptied, permuted
 from support.compare import assert_bits_equal
-from support.gpu_harness import Gpu
 from support.grids import LENGTHS, all_pairs, case_of, setting_id, tokens_of
 
 FLOAT8_REL = 2e-2

@@ -5,8 +5,9 @@ import sys
 from functools import partial
 
 import pytest
-from max.driver import get_virtual_cpu_target
 
+from paged_kv.errors import ToolchainError
+from paged_kv.runtime import libraries
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS, CpuInfo, choose_cpu_target
 from support.background import Job
 from support.isa import CPU_TARGETS, ISA_PATHS, can_run, run_tests
@@ -30,16 +31,23 @@ def test_a_target_runs_where_its_flags_are():
     assert not can_run("x86-64", CpuInfo("aarch64", "", frozenset()))
 
 
-def test_the_target_is_in_force(request):
-    """In a run that forces a target, this very test sees it; elsewhere it starts such a run."""
+def test_the_target_is_in_force(request, monkeypatch, tmp_path):
+    """In a run that forces a target, this very test asks for a library that is built for it; elsewhere it starts such
+    a run.
+    """
     target = request.config.getoption("--cpu-target")
     if target is None:
         output = run_tests("x86-64", "isa/test_isa.py", "-k", "test_the_target_is_in_force")
         assert "1 passed" in output
-    else:
-        from paged_kv.runtime.cpu_target import apply_cpu_target
+        return
 
-        assert get_virtual_cpu_target() == target == apply_cpu_target()
+    def build(library, _, of, **__):
+        raise ToolchainError(f"{library} for {of}")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(libraries, "build_library", build)
+    with pytest.raises(ToolchainError, match=f"merge .* for {target}"):
+        libraries.kernel("merge", "float16")
 
 
 @pytest.mark.parametrize("arguments", [("-k", "no_such_test"), ("test_none.py",)])

@@ -1,4 +1,4 @@
-"""The GPU kernels for any GPU, a few of each kind: compiled by tests/gpu_model/test_compiled_kernels.py, never run."""
+"""The GPU kernels for any GPU, a few of each kind: compiled by tests/gpu/model/test_compiled_kernels.py, never run."""
 
 from std.utils import IndexList
 from max.gpu.host import DeviceContext

@@ -1,4 +1,4 @@
-"""Launches the Hopper kernel in every variant. gpu_model/test_hopper.py compiles it for sm_90a; on such a GPU,
+"""Launches the Hopper kernel in every variant. tests/gpu/model/test_hopper.py compiles it for sm_90a; on such a GPU,
 running it compares each result with float64 loops.
 
 The pool is NaN but for the tokens that rows may see, pages are shuffled, lengths lie at the edges of tiles and pages.

@@ -1,4 +1,4 @@
-"""A kernel that fetches one tile of K through the cache's tensor map. Compiled for sm_90a by gpu_model/test_tensor_map.py.
+"""A kernel that fetches one tile of K through the cache's tensor map, compiled for sm_90a by tests/gpu/model.
 
 It needs no GPU to compile; where there is one, it also checks what arrived.
 """

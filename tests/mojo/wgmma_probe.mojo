@@ -2,7 +2,7 @@
 
 Where the kernel's results are wrong on a GPU, this tells whether its operands are to blame: every product is exact,
 and it is repeated with the two strides of a descriptor exchanged. Compiled for sm_90a by
-gpu_model/test_hopper.py.
+tests/gpu/model/test_hopper.py.
 """
 
 from std.random import random_si64, seed

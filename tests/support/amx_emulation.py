@@ -4,16 +4,14 @@ For tests, not for use: a product of two tiles takes a hundred times the instruc
 kernels is as it would run on a CPU that has AMX, and needs a CPU target with AVX-512 VBMI, VNNI and BF16.
 """
 
-import importlib.util
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
 from paged_kv.graphs.ops import kernels
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS, CpuInfo, choose_cpu_target
+from support import isa
 
-NAME = "paged_kv.mojo_ops"
 INSTRUCTIONS = Path("isa", "amx.mojo")
 EMULATION = Path(__file__).parents[1] / "isa" / "emulated_amx.mojo"
 NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vbmi", "avx512_bf16", "avx512_vnni"})
@@ -44,10 +42,7 @@ def copy_package(folder: Path) -> Path:
 
 
 def install() -> None:
-    """Puts the copy in the place of `paged_kv.mojo_ops` for this process."""
+    """Makes this process build its libraries of kernels from the copy."""
     global _folder
     _folder = tempfile.TemporaryDirectory()
-    copy = copy_package(Path(_folder.name))
-    spec = importlib.util.spec_from_file_location(NAME, copy / "__init__.py", submodule_search_locations=[str(copy)])
-    sys.modules[NAME] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    isa.use_libraries(sources=copy_package(Path(_folder.name)))

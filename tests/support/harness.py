@@ -1,7 +1,7 @@
 """The ops, run by MAX on NumPy (`ml_dtypes`) arrays, with the oracle's own signatures.
 
 So a test reads `assert_close(harness.attention(...), reference.attention(...))`. `on` is where: the CPU, or a
-`gpu_harness.Gpu`.
+`gpu.harness.Gpu`.
 """
 
 import re

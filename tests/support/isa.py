@@ -1,12 +1,18 @@
 """Runs test modules again with the kernels compiled for another CPU target, in a process of its own.
 
-MAX compiles for one target a process: `max.driver.set_virtual_cpu_target`, set before the first compile, which
-`apply_cpu_target` leaves as it is. Compiled artefacts are kept by target, so each target compiles once.
+The kernels of ops lie in libraries, which graphs call by name. So the libraries alone are built anew: the graphs are
+those of this CPU, which other tests have compiled.
 """
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
+from paged_kv.graphs.ops import kernels
+from paged_kv.runtime import libraries
+from paged_kv.runtime.compile_key import Key, Sources, digests_of
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS, CpuInfo
 from support import background
 
@@ -42,6 +48,22 @@ def can_run(target: str, cpu: CpuInfo | None = None) -> bool:
     if target == "x86-64":
         return cpu.machine.lower() in ("x86_64", "amd64")
     return can_run("x86-64", cpu) and REQUIRED_FLAGS[target] <= cpu.flags
+
+
+def use_libraries(*, target: str | None = None, sources: Path | None = None) -> None:
+    """Makes this process build its libraries of kernels for a CPU target, or from another folder of Mojo sources."""
+    package, choose = sources or kernels(), libraries.apply_cpu_target
+    folders = {**Sources.installed().folders, "mojo_ops": package}
+
+    def digests(keys: Mapping[str, Key], _: Sources, of: str | None = None) -> dict[str, str]:
+        return digests_of(keys, Sources(folders), of or libraries.apply_cpu_target())
+
+    patch = pytest.MonkeyPatch()  # for as long as the process lives
+    patch.setattr(libraries, "apply_cpu_target", lambda: target or choose())
+    patch.setattr(libraries, "kernels", lambda: package)
+    patch.setattr(libraries, "digests_of", digests)
+    # Nothing that came with the package: it may be for another target.
+    patch.setattr(libraries, "places", lambda _, own, **__: [(None, own())])
 
 
 def run_tests(target: str | None, *arguments: str, timeout: int = 3600) -> str:

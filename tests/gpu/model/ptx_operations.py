@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from gpu_model.ptx_numbers import MASK, signed
-from gpu_model.ptx_units import Thread
-from gpu_model.ptx_wgmma import product_form
+from gpu.model.ptx_numbers import MASK, signed
+from gpu.model.ptx_units import Thread
+from gpu.model.ptx_wgmma import product_form
 
 Value = Callable[[Thread], int]
 Operation = Callable[[Any, Thread], int | tuple | None]

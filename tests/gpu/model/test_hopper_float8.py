@@ -7,10 +7,9 @@ import re
 
 import pytest
 
-from gpu_model import programs
-from gpu_model.hopper_calls import HopperCall, any_order
-from gpu_model.hopper_variants import tensor_kernels, variant_of
-from gpu_model.rules import block_threads
+from gpu.model import programs
+from gpu.model.hopper_calls import HopperCall, any_order
+from gpu.rules import block_threads
 
 pytestmark = pytest.mark.waits_for(programs.hopper)
 
@@ -18,12 +17,10 @@ CALL = HopperCall(length=900, group=2, kv_dtype="e4m3")
 SHORT = HopperCall(length=150, kv_dtype="e4m3")
 
 
-@pytest.fixture(scope="module")
-def ptx() -> str:
+@pytest.fixture
+def ptx(variants) -> str:
     """Of the variant that takes `CALL`."""
-    kind = (CALL.dim, CALL.columns, CALL.dtype, CALL.kv_dtype)
-    (found,) = (ptx for ptx in tensor_kernels(programs.hopper()) if variant_of(ptx) == kind)
-    return found
+    return variants[CALL.dim, CALL.columns, CALL.dtype, CALL.kv_dtype]
 
 
 WAIT = r"mbarrier\.try_wait\S* (\w+),[^;]*;"

@@ -9,18 +9,12 @@ import re
 
 import pytest
 
-from gpu_model import programs
-from gpu_model.hopper_calls import HopperCall as Call
-from gpu_model.hopper_calls import any_order
-from gpu_model.hopper_variants import DTYPES, tensor_kernels, variant_of
+from gpu.model import programs
+from gpu.model.hopper_calls import HopperCall as Call
+from gpu.model.hopper_calls import any_order
+from gpu.model.hopper_variants import DTYPES
 
 pytestmark = pytest.mark.waits_for(programs.hopper)
-
-
-@pytest.fixture(scope="module")
-def variants() -> dict[tuple[int, int, str, str], str]:
-    """The PTX of each variant: head_dim, columns, dtype of q, dtype of the cache."""
-    return {variant_of(ptx): ptx for ptx in tensor_kernels(programs.hopper())}
 
 
 VARIANTS = [

@@ -22,8 +22,8 @@ from functools import cache
 
 import numpy as np
 
-from gpu_model.ptx_numbers import halves
-from gpu_model.ptx_units import swizzled
+from gpu.model.ptx_numbers import halves
+from gpu.model.ptx_units import swizzled
 
 WARP_ROWS = 16
 """Rows of a product [64, columns] that each warp of a warpgroup has."""

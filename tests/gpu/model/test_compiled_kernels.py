@@ -8,9 +8,9 @@ from collections import Counter
 
 import pytest
 
-from gpu_model import programs
-from gpu_model.cubins import Kernel
-from gpu_model.rules import block_threads
+from gpu.model import programs
+from gpu.model.cubins import Kernel
+from gpu.rules import block_threads
 from paged_kv.graphs.ops import BITS, CODES, DTYPES
 from paged_kv.runtime.launches import kernel_of
 from support.dtype_pairs import PAIRS

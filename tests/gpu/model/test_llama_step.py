@@ -5,7 +5,7 @@ Found here: a step that does not compile for a GPU, one of our kernels that its 
 
 import pytest
 
-from gpu_model import programs
+from gpu.model import programs
 
 pytestmark = pytest.mark.waits_for(programs.step)
 

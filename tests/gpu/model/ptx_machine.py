@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gpu_model.ptx_block import Block
-from gpu_model.ptx_program import program_of
-from gpu_model.ptx_tensor_map import TensorMap
-from gpu_model.ptx_units import PARAMETER_BYTES, PARAMETERS
+from gpu.model.ptx_block import Block
+from gpu.model.ptx_program import program_of
+from gpu.model.ptx_tensor_map import TensorMap
+from gpu.model.ptx_units import PARAMETER_BYTES, PARAMETERS
 
 GLOBAL = 1 << 33
 

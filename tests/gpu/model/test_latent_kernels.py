@@ -11,18 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu_model import programs
-from gpu_model.generic_kernels import SHORT, Call, DeviceMemory, attend, kernels
+from gpu.model import programs
+from gpu.model.generic_kernels import SHORT, Call, DeviceMemory, attend
 from paged_kv.reference import mla_attention
 from support.cases import CacheCase, build
 from support.compare import assert_bits_equal, assert_close, assert_lse_close
 
 pytestmark = pytest.mark.waits_for(programs.generic["sm_90a"])
-
-
-@pytest.fixture(scope="module")
-def ptx() -> dict[Any, str]:
-    return kernels()
 
 
 @dataclass

@@ -8,10 +8,10 @@ import re
 from functools import cache
 from typing import Any
 
-from gpu_model.ptx_numbers import HELPERS, MASK, conversion, expression
-from gpu_model.ptx_operations import REGISTER, SPECIAL, Operation, Operations, split_operands
-from gpu_model.ptx_units import PARAMETER_BYTES, PARAMETERS, SHARED
-from gpu_model.ptx_wgmma import registers_of
+from gpu.model.ptx_numbers import HELPERS, MASK, conversion, expression
+from gpu.model.ptx_operations import REGISTER, SPECIAL, Operation, Operations, split_operands
+from gpu.model.ptx_units import PARAMETER_BYTES, PARAMETERS, SHARED
+from gpu.model.ptx_wgmma import registers_of
 
 COMPUTES_NOT = frozenset(
     "bra ret wgmma mbarrier cp fence membar bar barrier shfl ld st setmaxnreg atom red griddepcontrol".split()

@@ -7,9 +7,9 @@ import ml_dtypes  # noqa: F401  (teaches NumPy the name bfloat16)
 import numpy as np
 import pytest
 
-from gpu_model.generic_kernels import DeviceMemory
-from gpu_model.ptx_machine import Machine
-from gpu_model.ptx_numbers import HELPERS, conversion, expression
+from gpu.model.generic_kernels import DeviceMemory
+from gpu.model.ptx_machine import Machine
+from gpu.model.ptx_numbers import HELPERS, conversion, expression
 
 SPECIAL = np.array([0, 0x80000000, 0x7F800000, 0xFF800000, 0x7FC00000, 0x00000001, 0x7F7FFFFF, 0x3F800000], np.uint32)
 RANDOM = np.random.default_rng(0).integers(0, 2**32, 400, np.uint32)

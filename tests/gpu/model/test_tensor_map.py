@@ -10,8 +10,8 @@ import subprocess
 import numpy as np
 import pytest
 
-from gpu_model import programs
-from gpu_model.ptx_tensor_map import TensorMap
+from gpu.model import programs
+from gpu.model.ptx_tensor_map import TensorMap
 from support.mojo_programs import ROOT, TESTS, mojo
 
 pytestmark = pytest.mark.waits_for(programs.tensor_map)

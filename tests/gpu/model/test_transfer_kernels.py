@@ -5,14 +5,13 @@ Found here: a byte that is written where no row or page goes, or not written; a 
 
 import struct
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
 
-from gpu_model import programs
-from gpu_model.generic_kernels import SHORT, THREADS, kernels, view_bytes
-from gpu_model.ptx_machine import GLOBAL, Machine
+from gpu.model import programs
+from gpu.model.generic_kernels import SHORT, THREADS, view_bytes
+from gpu.model.ptx_machine import GLOBAL, Machine
 from paged_kv import reference
 from support.cases import Cache, CacheCase, build
 from support.codes import quantised_cache, widened_pages
@@ -20,11 +19,6 @@ from support.compare import assert_bits_equal, assert_close, assert_lse_close
 from support.grids import tokens_of
 
 pytestmark = pytest.mark.waits_for(programs.generic["sm_90a"])
-
-
-@pytest.fixture(scope="module")
-def ptx() -> dict[Any, str]:
-    return kernels()
 
 
 @pytest.mark.parametrize("dim", [8, 7])

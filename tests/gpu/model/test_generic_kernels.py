@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu_model import generic_kernels, programs
-from gpu_model.generic_kernels import SHORT, DeviceMemory, attend, kernels
+from gpu.model import generic_kernels, programs
+from gpu.model.generic_kernels import SHORT, DeviceMemory, attend
 from paged_kv import reference
 from paged_kv.kv_formats import CODE_DTYPES
 from support.cases import Cache, CacheCase, build
@@ -24,11 +24,6 @@ from support.codes import quantised_cache, widened_pages
 from support.compare import assert_bits_equal, assert_close, assert_lse_close
 
 pytestmark = pytest.mark.waits_for(programs.generic["sm_90a"])
-
-
-@pytest.fixture(scope="module")
-def ptx() -> dict[Any, str]:
-    return kernels()
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from max.dtype import DType
 from max.engine import Model
 
 from benchmarks import gpu_graphs
-from gpu_model.rules import attention_kernel, block_threads
+from gpu.rules import attention_kernel, block_threads
 from paged_kv.arrays.host import to_buffer, to_numpy
 from paged_kv.graphs import ops
 from paged_kv.reference import cache_views

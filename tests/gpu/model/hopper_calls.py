@@ -9,11 +9,11 @@ from functools import cache
 
 import numpy as np
 
-from gpu_model.page_boxes import PageBoxes
-from gpu_model.ptx_machine import Machine
-from gpu_model.ptx_numbers import float8, halves, to_half
-from gpu_model.ptx_tensor_map import TensorMap
-from gpu_model.rules import block_threads
+from gpu.model.page_boxes import PageBoxes
+from gpu.model.ptx_machine import Machine
+from gpu.model.ptx_numbers import float8, halves, to_half
+from gpu.model.ptx_tensor_map import TensorMap
+from gpu.rules import block_threads
 
 KV_HEADS = 2
 LOG2E = np.log2(np.e)

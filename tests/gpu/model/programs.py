@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from gpu_model.cubins import Kernel, kernels
+from gpu.model.cubins import Kernel, kernels
+from paged_kv.graphs import ops
+from paged_kv.runtime.kernel_library import kernel_library
 from support import background
 from support.background import Job
 from support.mojo_programs import MOJO, ROOT, TESTS
@@ -77,20 +79,13 @@ tensor_map = job_of("compile_tensor_map.mojo", "sm_90a")
 
 def compile_graphs(program: str) -> tuple[str, list[Kernel]]:
     """Return what a program of this folder prints that compiles graphs for sm_90a, and the kernels in its artefact."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        command = [MOJO, "precompile", ROOT / "mojo_ops", "-o", folder / "mojo_ops.mojoc"]
-        result = background.run(command, timeout=1200)
-        assert result.returncode == 0, result.stderr
-        command = [sys.executable, Path(__file__).with_name(program), "sm_90a"]
+    with tempfile.TemporaryDirectory() as folder:
+        artefact = Path(folder) / "graphs.mef"
+        command = [sys.executable, Path(__file__).with_name(program), "sm_90a", kernel_library(ops.kernels()), artefact]
         path = os.pathsep.join(entry for entry in sys.path if entry)
-        result = background.run(
-            [*command, folder / "mojo_ops.mojoc", folder / "graphs.mef"],
-            timeout=3600,
-            env={**os.environ, "PYTHONPATH": path},
-        )
+        result = background.run(command, timeout=3600, env={**os.environ, "PYTHONPATH": path})
         assert result.returncode == 0, result.stderr[-4000:]
-        return result.stdout, kernels((folder / "graphs.mef").read_bytes())
+        return result.stdout, kernels(artefact.read_bytes())
 
 
 api = Job(lambda: compile_graphs("compile_api.py"))

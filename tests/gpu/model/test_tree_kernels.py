@@ -4,14 +4,13 @@ Found here: a move that is made out of order or without a slot; a row's slot, po
 """
 
 import struct
-from typing import Any
 
 import numpy as np
 import pytest
 
-from gpu_model import programs
-from gpu_model.generic_kernels import THREADS, kernels, view_bytes
-from gpu_model.ptx_machine import Machine
+from gpu.model import programs
+from gpu.model.generic_kernels import THREADS, view_bytes
+from gpu.model.ptx_machine import Machine
 from paged_kv import reference
 from support.cases import CacheCase, build
 from support.compare import assert_bits_equal
@@ -20,11 +19,6 @@ from support.trees import path_to, random_parents, seen_tokens
 pytestmark = pytest.mark.waits_for(programs.generic["sm_90a"])
 
 PAGE = 4
-
-
-@pytest.fixture(scope="module")
-def ptx() -> dict[Any, str]:
-    return kernels()
 
 
 @pytest.mark.parametrize("dim", [8, 7])

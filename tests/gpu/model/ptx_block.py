@@ -19,13 +19,13 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from gpu_model.ptx_shared import SharedMemory
-from gpu_model.ptx_tensor_map import TensorMap
-from gpu_model.ptx_units import PARAMETER_BYTES, PARAMETERS, Barrier, Barriers, Thread, source_lane
-from gpu_model.ptx_wgmma import WARP_ROWS, Product, ProductForm, Products
+from gpu.model.ptx_shared import SharedMemory
+from gpu.model.ptx_tensor_map import TensorMap
+from gpu.model.ptx_units import PARAMETER_BYTES, PARAMETERS, Barrier, Barriers, Thread, source_lane
+from gpu.model.ptx_wgmma import WARP_ROWS, Product, ProductForm, Products
 
 if TYPE_CHECKING:
-    from gpu_model.ptx_machine import Machine
+    from gpu.model.ptx_machine import Machine
 
 ALIGNED = frozenset(("bar", "wgmma", "mma"))
 """What a thread waits for at an `.aligned` instruction."""

@@ -12,9 +12,9 @@ from itertools import pairwise
 
 import pytest
 
-from gpu_model import programs
-from gpu_model.hopper_variants import DTYPES, products, tensor_kernels, variant_of
-from gpu_model.rules import block_threads
+from gpu.model import programs
+from gpu.model.hopper_variants import DTYPES, products, tensor_kernels, variant_of
+from gpu.rules import block_threads
 
 pytestmark = pytest.mark.waits_for(programs.hopper, programs.probe)
 

@@ -8,8 +8,8 @@ from functools import cache
 
 import pytest
 
-from gpu_model import programs
-from gpu_model.rules import attention_kernel, hopper_refusal
+from gpu.model import programs
+from gpu.rules import attention_kernel, hopper_refusal
 from paged_kv.errors import ToolchainError
 from paged_kv.graphs.ops import DTYPES
 from paged_kv.kv_formats import CODE_DTYPES

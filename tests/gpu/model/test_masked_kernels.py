@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu_model import programs
-from gpu_model.generic_kernels import MASKED_PARAMS, SHORT, Call, DeviceMemory, attend, kernels
+from gpu.model import programs
+from gpu.model.generic_kernels import MASKED_PARAMS, SHORT, Call, DeviceMemory, attend
 from paged_kv import reference
 from paged_kv.kv_formats import CODE_DTYPES
 from support.cases import CacheCase, build
@@ -22,11 +22,6 @@ from support.codes import poisoned_head, quantised_cache, widened_pages
 from support.compare import assert_close, assert_lse_close
 
 pytestmark = pytest.mark.waits_for(programs.generic["sm_90a"])
-
-
-@pytest.fixture(scope="module")
-def ptx() -> dict[Any, str]:
-    return kernels()
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from gpu_model.ptx_units import SHARED, swizzled
-from gpu_model.ptx_wgmma import operand_addresses
+from gpu.model.ptx_units import SHARED, swizzled
+from gpu.model.ptx_wgmma import operand_addresses
 
 
 class SharedMemory:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from gpu_model import programs
-from gpu_model.ptx_machine import GLOBAL, Machine
+from gpu.model import programs
+from gpu.model.ptx_machine import GLOBAL, Machine
 
 THREADS = 128
 SCHEDULE_THREADS = 1024
