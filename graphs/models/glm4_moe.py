@@ -10,12 +10,12 @@ from paged_kv.graphs.models.mixture import read_experts
 
 def read(fields: Fields) -> DecoderConfig:
     fields = fields.with_defaults(partial_rotary_factor=0.5, n_group=1, topk_group=1)
-    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    layers, hidden, heads = fields.layers(), fields.integer("hidden_size"), fields.integer("num_attention_heads")
     dense = fields.integer("first_k_dense_replace", default=1, least=0)
     shared = fields.integer("n_shared_experts", default=1) * fields.integer("moe_intermediate_size")
     experts = read_experts(
         fields,
-        [index >= dense for index in range(fields.layers())],
+        [index >= dense for index in range(layers)],
         count_keys=("n_routed_experts", "num_local_experts"),
         sigmoid=True,
         sums_to_one=fields.boolean("norm_topk_prob", default=True),

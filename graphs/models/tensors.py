@@ -132,8 +132,10 @@ def checkpoint_tensors(config: DecoderConfig, stored: Container[str] = ()) -> di
 def _layer(config: DecoderConfig, has_experts: bool) -> dict[str, Shape]:
     hidden, heads, latent = config.hidden_size, config.num_attention_heads, config.latent
     linear: dict[str, Shape] = {"self_attn.o_proj": (hidden, heads * (latent.v_dim if latent else config.head_dim))}
+    if not has_experts:
+        linear["mlp.down_proj" if config.gated else "mlp.c_proj"] = (hidden, config.intermediate_size)
     linear |= {f"self_attn.{name}": shape for name, shape in _projections(config).items()}
-    linear |= _experts(config) if has_experts else _mlp(config)
+    linear |= _experts(config) if has_experts else _gate_and_up(config, "mlp", config.intermediate_size)
     layer: dict[str, Shape] = {f"{name}.weight": shape for name, shape in linear.items()}
     layer |= {f"{name}.bias": shape[:-1] for name, shape in linear.items() if _has_bias(config, name)}
     for name in NORMS[config.norm_place]:
@@ -180,14 +182,9 @@ def _norm(config: DecoderConfig, name: str) -> dict[str, Shape]:
     return {f"{name}.{kind}": (config.hidden_size,) for kind in kinds}
 
 
-def _mlp(config: DecoderConfig) -> dict[str, Shape]:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    if not config.gated:
-        return {"mlp.c_fc": (inner, hidden), "mlp.c_proj": (hidden, inner)}
-    return {"mlp.down_proj": (hidden, inner), **_gate_and_up(config, "mlp", inner)}
-
-
 def _gate_and_up(config: DecoderConfig, at: str, inner: int) -> dict[str, Shape]:
+    if not config.gated:
+        return {f"{at}.c_fc": (inner, config.hidden_size)}
     if config.fused_gate_up:
         return {f"{at}.gate_up_proj": (2 * inner, config.hidden_size)}
     return {f"{at}.{name}_proj": (inner, config.hidden_size) for name in ("gate", "up")}

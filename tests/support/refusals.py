@@ -11,5 +11,5 @@ def refused(call, *args, match=None, **options):
         call(*args, **options)
     message = str(caught.value)
     assert message.isprintable()
-    assert len(message) < 600
+    assert len(message) < 1000
     return message

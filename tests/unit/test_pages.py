@@ -19,7 +19,7 @@ METAPHORS = re.compile(r"\b(?:rooms?(?! for)|doors?|seams?|roads?|houses?)\b", r
 """Words that stood for folders, modules and interfaces, where those have names of their own."""
 INLINE = re.compile(r"`([^`\n]+)`")
 OPTION = re.compile(r"--[a-z][a-z-]*")
-FOREIGN = {"--interleave", "--continuous-batching", "--pdb"}
+FOREIGN = {"--interleave", "--continuous-batching", "--pdb", "--ignore"}
 """Of numactl, transformers and pytest."""
 ELSEWHERE = {"CHANGELOG.md", "docs/max-serve.md", "docs/vllm.md", "docs/notes/arm.md", "docs/notes/new-max.md"}
 """Pages with options of other projects' commands, and with those that were once here."""

@@ -162,8 +162,8 @@ class OursLinear(Ours):
 def decoder_config(case: StepCase) -> DecoderConfig:
     """Return the configuration of the model of a step."""
     sizes = llama_config(case)
-    rope = Rope(case.head_dim, sizes.pop("rope_theta"))
-    return DecoderConfig(**sizes, rope=rope, bos_token_id=None, eos_token_ids=())
+    rope, eps = Rope(case.head_dim, sizes.pop("rope_theta")), sizes.pop("rms_norm_eps")
+    return DecoderConfig(**sizes, norm_eps=eps, rope=rope, bos_token_id=None, eos_token_ids=())
 
 
 class OursStep(Ours):
