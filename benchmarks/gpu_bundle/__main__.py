@@ -34,6 +34,7 @@ def make(arguments: argparse.Namespace) -> list[Path]:
     if not arguments.no_programs:
         failed = _timed("programs", lambda: contents.programs(home))
         print("".join(f"  not built: {name}\n" for name in failed), end="")
+    _timed("models", lambda: contents.models(home))
     for device in () if arguments.no_graphs else ("cpu", "gpu"):
         _timed(f"graphs of the {device}", partial(contents.compiled_graphs, home, device))
     contents.forget_older_graphs(home)

@@ -96,6 +96,25 @@ def programs(out: Path) -> list[str]:
     return failed
 
 
+def models(out: Path) -> None:
+    """Writes the small models and what is expected of them, where they are not yet.
+
+    Raises:
+        ToolchainError: they cannot be made; the process has said why.
+    """
+    folder = out / "cache" / "paged-kv" / "models"
+    if folder.exists():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    path = os.pathsep.join(filter(None, [str(CHECKOUT), str(CHECKOUT / "tests"), os.environ.get("PYTHONPATH")]))
+    with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
+        command = [sys.executable, "-m", "benchmarks.gpu_bundle.families", unfinished]
+        result = subprocess.run(command, cwd=CHECKOUT, env={**os.environ, "PYTHONPATH": path}, check=False)
+        if result.returncode != 0:
+            raise ToolchainError(f"the models of the bundle cannot be made (exit status {result.returncode})")
+        shutil.copytree(unfinished, folder)
+
+
 def compiled_graphs(out: Path, device: str) -> None:
     """Compiles what is missing of the graphs of `device`, "gpu" or "cpu", in a process of its own.
 

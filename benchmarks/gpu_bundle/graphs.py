@@ -23,7 +23,7 @@ from max.dtype import DType
 from max.graph import Module
 
 from benchmarks import gpu_graphs
-from benchmarks.gpu_bundle import models
+from benchmarks.gpu_bundle import families, models
 from benchmarks.gpu_bundle.steps import ARCHITECTURE, CPU_TARGET
 from benchmarks.gpu_graphs import GraphSpec
 from paged_kv.engine.step import StepGraph
@@ -31,7 +31,7 @@ from paged_kv.graphs.attention import GpuKernel
 from paged_kv.runtime import compile_key, libraries
 from paged_kv.runtime.artefacts import compile_ahead
 from paged_kv.runtime.cache_folder import cache_folder
-from paged_kv.runtime.compile_key import Key, Sources
+from paged_kv.runtime.compile_key import CompileKey, Key, Sources
 from paged_kv.runtime.libraries import Kernel
 from paged_kv.runtime.session import runtime_on
 from paged_kv.runtime.store import Store, user_store
@@ -71,13 +71,11 @@ def wanted(device: str) -> list[Wanted]:
     def graph(name: str, spec: GraphSpec) -> Wanted:
         return Wanted(name, {spec.name: spec.key}, lambda: spec.load(runtime))
 
-    def step(name: str, step: StepGraph) -> Wanted:
-        keys = step.keys(runtime.architecture)
-
-        def build(module: Module, _: Sequence[str]) -> None:
-            step.build(module, runtime.device)
-
+    def built(name: str, keys: dict[str, CompileKey], build: Callable[[Module, Sequence[str]], None]) -> Wanted:
         return Wanted(name, keys, lambda: compile_ahead(runtime.session, keys, build, None))
+
+    def step(name: str, step: StepGraph) -> Wanted:
+        return built(name, step.keys(runtime.architecture), lambda module, _: step.build(module, runtime.device))
 
     if device == "cpu":  # the API tests compare with float32 on the CPU
         kernels = [Kernel("attention", (q.name, kv.name, q.name)) for q, kv in ((bf16, bf16), (f32, f32), (bf16, f8))]
@@ -122,6 +120,12 @@ def wanted(device: str) -> list[Wanted]:
         ),
         api("attention", bf16, DType.uint8),
         api("append", bf16, DType.uint8),
+        api("attention", bf16, DType.int8),
+        api("append", bf16, DType.int8),
+        api("attention", bf16, DType.float8_e5m2),
+        graph("plain_float8_e5m2", gpu_graphs.attention(runtime, bf16, DType.float8_e5m2, gpu_kernel="plain")),
+        built("trees_demo", *families.tree_steps(runtime)),
+        *(step(f"step_{name}", graphs) for name, graphs in families.step_graphs().items()),
     ]
 
 

@@ -60,8 +60,8 @@ def _program(name: str) -> tuple[str, ...]:
     return ("{home}/programs/" + name,)
 
 
-OP_TESTS = "not narrower_caches or (bfloat16-float8_e4m3fn and not float8_e4m3fnuz)"
-CODE_TESTS = "bfloat16-int4 and test_attention"
+OP_TESTS = "not narrower_caches or (bfloat16-float8 and not fnuz)"
+CODE_TESTS = "bfloat16 and test_attention"
 ENTRY_TESTS = "merging_states and bfloat16 or forms_of_append or index or functional"
 MASKED_TESTS = "bfloat16"
 """Those of the graphs that the bundle has."""
@@ -105,6 +105,8 @@ STEPS = (
     Step("latent", "correct", _check("latent"), 30),
     Step("demo", "correct", _check("demo"), 20),
     Step("pages", "correct", _check("pages"), 30),
+    Step("families", "correct", _check("families"), 60, BOTH),
+    Step("trees", "correct", _check("trees"), 30, BOTH),
     Step("API tests", "correct", _tests("{home}/tests/gpu/test_gpu_api.py"), 40),
     Step("entry tests", "correct", _tests("{home}/tests/gpu/test_gpu_entries.py", "-k", ENTRY_TESTS), 40),
     Step("masked tests", "correct", _tests("{home}/tests/gpu/test_gpu_masked.py", "-k", MASKED_TESTS), 30),

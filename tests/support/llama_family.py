@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from max.dtype import DType
 
 from paged_kv.arrays.host import to_numpy
@@ -75,7 +76,12 @@ def load_family(members: dict[str, Member]) -> dict[str, DecoderModel]:
 
 def poison(model: DecoderModel) -> None:
     """Fills every page with NaN: whatever reads a slot that was not written shows."""
-    blocks = to_numpy(model._blocks)
+    if not model.blocks.device.is_host:
+        blocks = torch.from_dlpack(model.blocks)
+        blocks.fill_(float("nan") if model.kv_format is None else torch.iinfo(blocks.dtype).max)
+        torch.cuda.synchronize()
+        return
+    blocks = to_numpy(model.blocks)
     if model.kv_format is None:
         blocks[...] = float("nan")
     else:

@@ -11,6 +11,7 @@ from max.graph import Module
 from paged_kv.arguments import integer
 from paged_kv.arrays.host import to_buffer
 from paged_kv.engine.model import DecoderModel
+from paged_kv.engine.step import StepGraph
 from paged_kv.errors import ContractError, ShapeError
 from paged_kv.graphs.inputs import step_inputs
 from paged_kv.graphs.models import tree_step
@@ -22,6 +23,48 @@ from paged_kv.runtime.forks import check_not_forked
 from paged_kv.runtime.session import Runtime, default_runtime
 
 _STEP, _DRAFT, _MOVES = "tree_step", "tree_draft", "tree_moves"
+
+
+def tree_graphs(
+    of: StepGraph, runtime: Runtime, *, draft_layers: int | None = None, largest_tree: int = LARGEST_TREE
+) -> tuple[dict[str, CompileKey], Callable[[Module, Sequence[str]], None]]:
+    """Return the keys of the graphs of a `TreeModel` by their names, and what adds named ones to a module.
+
+    Args:
+        of: The step of the model that is decoded.
+        draft_layers, largest_tree: As in `TreeModel`.
+
+    Raises:
+        ContractTypeError, ContractError: as `TreeModel`.
+    """
+    config, dtype, kv_format = of.geometry, of.dtype, of.kv_format
+    largest_tree = integer("largest_tree", largest_tree, 1)
+    layers: dict[str, int | None] = {_STEP: None}
+    if draft_layers is not None:
+        layers[_DRAFT] = integer("draft_layers", draft_layers, 1, config.num_hidden_layers)
+    facts = f"{dtype.name} {kv_format or ''} largest_tree={largest_tree} {config}"
+
+    def build(module: Module, names: Sequence[str]) -> None:
+        for name in names:
+            if name == _MOVES:
+                tree_step.build_moves(config, dtype, module, runtime.device, name=name, kv_format=kv_format)
+            else:
+                tree_step.build_tree_step(
+                    config,
+                    dtype,
+                    module,
+                    runtime.device,
+                    name=name,
+                    layers=layers[name],
+                    largest_tree=largest_tree,
+                    kv_format=kv_format,
+                )
+
+    keys = {
+        name: CompileKey(f"{name} layers={layers.get(name)} {facts}", (MODELS,), runtime.architecture)
+        for name in (*layers, _MOVES)
+    }
+    return keys, build
 
 
 class TreeModel:
@@ -56,38 +99,14 @@ class TreeModel:
         """
         if model.geometry.latent is not None:
             raise ContractError("model: trees run over pages of K and V, not of latents")
-        largest_tree = integer("largest_tree", largest_tree, 1)
         self.model = model
-        config, dtype, kv_format = model.geometry, model.dtype, model.kv_format
         runtime = runtime or default_runtime()
-        layers: dict[str, int | None] = {_STEP: None}
-        if draft_layers is not None:
-            layers[_DRAFT] = integer("draft_layers", draft_layers, 1, config.num_hidden_layers)
-        facts = f"{dtype.name} {kv_format or ''} largest_tree={largest_tree} {config}"
-
-        def build(module: Module, names: Sequence[str]) -> None:
-            for name in names:
-                if name == _MOVES:
-                    tree_step.build_moves(config, dtype, module, runtime.device, name=name, kv_format=kv_format)
-                else:
-                    tree_step.build_tree_step(
-                        config,
-                        dtype,
-                        module,
-                        runtime.device,
-                        name=name,
-                        layers=layers[name],
-                        largest_tree=largest_tree,
-                        kv_format=kv_format,
-                    )
-
+        step = StepGraph(model.geometry, model.dtype, model.kv_format)
+        keys, build = tree_graphs(step, runtime, draft_layers=draft_layers, largest_tree=largest_tree)
         self._device = runtime.driver_device
         self._models = load_graphs(
             runtime.session,
-            {
-                name: CompileKey(f"{name} layers={layers.get(name)} {facts}", (MODELS,), runtime.architecture)
-                for name in (*layers, _MOVES)
-            },
+            keys,
             build,
             weights=model.weights,
             on_compile=on_compile,

@@ -1,0 +1,130 @@
+"""Small models of several kinds, caches of codes and trees of candidates, on a device against transformers or the CPU.
+
+`python -m benchmarks.gpu_bundle.families FOLDER` writes the models and the results that are expected of them, with the
+tests' own cases (`support.families`), where there is transformers; `families` and `trees` are checks of `checks.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from max.dtype import DType
+from max.graph import Module
+
+from benchmarks.gpu_bundle.models import demo_step
+from benchmarks.gpu_bundle.run import emit
+from paged_kv.checkpoint.source import open_source
+from paged_kv.engine.demo_model import FOLDER
+from paged_kv.engine.model import DecoderModel
+from paged_kv.engine.step import StepGraph
+from paged_kv.engine.tree_model import TreeModel, tree_graphs
+from paged_kv.graphs.models import decoder
+from paged_kv.kv_formats import KVFormat
+from paged_kv.runtime.cache_folder import cache_path
+from paged_kv.runtime.compile_key import CompileKey
+from paged_kv.runtime.session import Runtime, runtime_on
+
+FAMILIES = ("gemma2", "cohere2", "phi3", "v3")
+"""Of the tests' cases: caps and windows; LayerNorm and layers without rotation; fused weights and LongRoPE; latents, here
+without experts, which run on the CPU alone."""
+CODES: tuple[KVFormat, ...] = ("int8", "int4")
+TOLERANCE = 2e-4
+"""Of float32 logits, of the largest of a prompt: a GPU sums in another order."""
+DRAFT_LAYERS = 1
+
+
+def save(folder: Path) -> None:
+    """Writes the models, with the tokens and logits that are expected: transformers', and the CPU's over codes."""
+    cases: Any = import_module("support.families")
+    for name in FAMILIES:
+        family, switches = (cases.CASES | cases.LATENT_CASES)[name]
+        switches = cases.BASE | switches | ({"first_k_dense_replace": 2} if name == "v3" else {})
+        cases.make_checkpoint(folder / name, family=family, **switches)
+        texts, _ = cases.run(DecoderModel.from_folder(folder / name, dtype=DType.float32, num_pages=cases.PAGES[1]))
+        np.savez(folder / name / "expected", logits=cases.reference(folder / name, texts), *texts)
+    for codes in CODES:
+        model = DecoderModel.from_folder(FOLDER, dtype=DType.float32, num_pages=cases.PAGES[1], kv_format=codes)
+        texts, logits = cases.run(model)
+        (folder / codes).mkdir()
+        np.savez(folder / codes / "expected", logits=logits, *texts)
+
+
+def step_graphs() -> dict[str, StepGraph]:
+    """The steps by the names of `FAMILIES` and `CODES`."""
+    steps = {name: StepGraph.of(open_source(_models() / name).config, DType.float32) for name in FAMILIES}
+    demo = demo_step()
+    return steps | {codes: StepGraph(demo.geometry, demo.dtype, codes) for codes in CODES}
+
+
+def tree_steps(runtime: Runtime) -> tuple[dict[str, CompileKey], Callable[[Module, Sequence[str]], None]]:
+    """Those of `trees`."""
+    return tree_graphs(demo_step(), runtime, draft_layers=DRAFT_LAYERS)
+
+
+def families(device: str) -> str:
+    cases: Any = import_module("support.families")
+    wrong = []
+    for name in (*FAMILIES, *CODES):
+        expected = np.load(_models() / name / "expected.npz")
+        folder, codes = (FOLDER, name) if name in CODES else (_models() / name, None)
+        try:
+            model = _model(device, folder, cases.PAGES[1], codes)
+            texts, logits = cases.run(model)
+        except Exception as error:  # the others run all the same
+            wrong.append(f"{name}: {type(error).__name__}: {error}")
+            continue
+        same = sum(text == expected[f"arr_{i}"].tolist() for i, text in enumerate(texts))
+        off = float(np.abs(np.array(logits) - expected["logits"]).max() / np.abs(expected["logits"]).max())
+        emit(check="family", family=name, same_texts=same, texts=len(texts), off=off)
+        if same < len(texts) or not off <= TOLERANCE:
+            wrong.append(f"{name}: {same} of {len(texts)} texts, logits off by {off:.1e}")
+    if wrong:
+        raise AssertionError("; ".join(wrong))
+    return f"{len(FAMILIES)} families and {len(CODES)} caches of codes are right"
+
+
+def trees(device: str) -> str:
+    """Each row of a tree has the logits of its branch alone, and a kept path is decoded on."""
+    model = _model(device, FOLDER, 16, None)
+    grown = TreeModel(model, draft_layers=DRAFT_LAYERS, runtime=runtime_on(0 if device == "gpu" else None))
+    prompt = np.random.default_rng(3).integers(1, 250, 37).tolist()
+    tokens, parents, pages = [10, 20, 30, 40, 50, 60], [-1, 0, 0, 1, 2, 4], [[3, 1, 2, 0]]
+    alone = [[15, 14, 13, 12]]
+    model.step([prompt], [0], pages)
+    (found,) = grown.step([tokens], [parents], [len(prompt)], pages)
+    worst = 0.0
+    for row in range(len(tokens)):
+        branch, at = [], row
+        while at >= 0:
+            branch.insert(0, tokens[at])
+            at = parents[at]
+        expected = model.step([prompt + branch], [0], alone)[0]
+        worst = max(worst, float(np.abs(found[row] - expected).max() / np.abs(expected).max()))
+    path = [0, 2, 4]
+    grown.keep([path], [len(prompt)], pages)
+    kept = model.step([[70]], [len(prompt) + len(path)], pages)[0]
+    expected = model.step([[*prompt, *(tokens[row] for row in path), 70]], [0], alone)[0]
+    after = float(np.abs(kept - expected).max() / np.abs(expected).max())
+    grown.step([tokens], [parents], [len(prompt)], pages, draft=True)
+    emit(check="trees", off=worst, off_after_a_kept_path=after)
+    if not max(worst, after) <= TOLERANCE:
+        raise AssertionError(f"rows of a tree are off by {worst:.1e}, after a kept path by {after:.1e}")
+    return "each row of a tree has the logits of its branch"
+
+
+def _model(device: str, folder: Path, pages: int, codes: Any) -> DecoderModel:
+    runtime = runtime_on(0 if device == "gpu" else None)
+    return DecoderModel.from_folder(folder, dtype=DType.float32, num_pages=pages, runtime=runtime, kv_format=codes)
+
+
+def _models() -> Path:
+    return cache_path() / "models"
+
+
+if __name__ == "__main__":
+    save(Path(sys.argv[1]))
