@@ -23,18 +23,17 @@ from paged_kv.engine.demo_model import FOLDER
 from paged_kv.engine.model import DecoderModel
 from paged_kv.engine.step import StepGraph
 from paged_kv.engine.tree_model import TreeModel, tree_graphs
-from paged_kv.graphs.models import decoder
 from paged_kv.kv_formats import KVFormat
 from paged_kv.runtime.cache_folder import cache_path
 from paged_kv.runtime.compile_key import CompileKey
 from paged_kv.runtime.session import Runtime, runtime_on
 
 FAMILIES = ("gemma2", "cohere2", "phi3", "v3")
-"""Of the tests' cases: caps and windows; LayerNorm and layers without rotation; fused weights and LongRoPE; latents, here
-without experts, which run on the CPU alone."""
+"""Cases of the tests: caps and windows; LayerNorm and layers without rotation; fused weights and LongRoPE;
+latents, here without experts, which run on the CPU alone."""
 CODES: tuple[KVFormat, ...] = ("int8", "int4")
 TOLERANCE = 2e-4
-"""Of float32 logits, of the largest of a prompt: a GPU sums in another order."""
+"""The largest difference of float32 logits, as a part of their largest: a GPU sums in another order."""
 DRAFT_LAYERS = 1
 
 
@@ -46,12 +45,12 @@ def save(folder: Path) -> None:
         switches = cases.BASE | switches | ({"first_k_dense_replace": 2} if name == "v3" else {})
         cases.make_checkpoint(folder / name, family=family, **switches)
         texts, _ = cases.run(DecoderModel.from_folder(folder / name, dtype=DType.float32, num_pages=cases.PAGES[1]))
-        np.savez(folder / name / "expected", logits=cases.reference(folder / name, texts), *texts)
+        np.savez(folder / name / "expected", *texts, logits=cases.reference(folder / name, texts))
     for codes in CODES:
         model = DecoderModel.from_folder(FOLDER, dtype=DType.float32, num_pages=cases.PAGES[1], kv_format=codes)
         texts, logits = cases.run(model)
         (folder / codes).mkdir()
-        np.savez(folder / codes / "expected", logits=logits, *texts)
+        np.savez(folder / codes / "expected", *texts, logits=logits)
 
 
 def step_graphs() -> dict[str, StepGraph]:
@@ -99,7 +98,7 @@ def trees(device: str) -> str:
     (found,) = grown.step([tokens], [parents], [len(prompt)], pages)
     worst = 0.0
     for row in range(len(tokens)):
-        branch, at = [], row
+        at, branch = row, list[int]()
         while at >= 0:
             branch.insert(0, tokens[at])
             at = parents[at]

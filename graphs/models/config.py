@@ -26,7 +26,7 @@ from paged_kv.options import (
 
 Activation = Literal["silu", "gelu_tanh"]
 NormPlace = Literal["before", "after", "around", "around (GLM)", "before both"]
-QkNorm = Literal["head", "all_heads"]
+QkNorm = Literal["head", "head, rotated", "all_heads"]
 
 THETA = (1.0 + 1e-6, 1e18)
 _STRETCH = (1e-9, 1e9)
@@ -81,7 +81,7 @@ class DecoderConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: QkNorm | None = None
-    """An RMS norm of q and k before they are rotated: of each head, or of all heads as one vector."""
+    """An RMS norm of q and k: of each head before it is rotated or after it, or of all heads as one vector before."""
     norm_place: NormPlace = "before"
     """Norms stand before attention and MLP (on their input), after them (on their output), or around them. Before both:
     one norm's output is the input of both, whose outputs are added together."""
@@ -113,6 +113,8 @@ class DecoderConfig:
     logits_divisor: float = 1.0
     logits_cap: float = 0.0
     """As `attention_cap`, of the logits."""
+    q_growth: tuple[float, int] | None = None
+    """(beta, context): a query at position p is multiplied by `1 + beta * ln(1 + floor(p / context))`."""
     sinks: bool = False
     """Each head has a score that joins the softmax's denominator alone."""
     latent: LatentSizes | None = None
@@ -254,6 +256,8 @@ def read_rope(fields: Fields, head_dim: int, layer_type: str | None = None, thet
     if rope is not None:
         part = rope.number("partial_rotary_factor", default=part)
         theta = rope.number("rope_theta", theta, *THETA)
+        if rope.get("alpha") is not None:  # Hunyuan's: a constant stretch of the base
+            theta *= rope.number("alpha", None, *_STRETCH) ** (head_dim / (head_dim - 2))
     dims = int(head_dim * part)
     if not 0 < dims <= head_dim or dims % 2:
         raise fields.error("partial_rotary_factor", f"must leave an even number of head_dim = {head_dim}", part)
@@ -278,7 +282,9 @@ def _scaling(fields: Fields, rope: Fields, dims: int) -> Scaling | None:
         return None
     if kind == "linear":
         return Linear(rope.number("factor", None, *_STRETCH))
-    known = ("default", "linear", "llama3", "yarn", "longrope")
+    if kind == "dynamic":  # as long as a text is no longer than the context; transformers then turns all keys anew
+        return None
+    known = ("default", "dynamic", "linear", "llama3", "yarn", "longrope")
     if kind not in known:
         raise rope.error(key, f"only {', '.join(known)} are supported")
 

@@ -153,9 +153,11 @@ def _attention(
         y = split_heads(y)
         return parameters.norm(f"{at}.{name}_norm", y) if config.qk_norm == "head" else y
 
-    def rotated(y: TensorValue, by: Rotary | None) -> TensorValue:
+    def rotated(y: TensorValue, by: Rotary | None, name: str) -> TensorValue:
         if by is not None:
             y = by.of_pairs(y) if config.rotates_neighbours else by(y)
+        if config.qk_norm == "head, rotated":
+            y = parameters.norm(f"{at}.{name}_norm", y)
         return y if config.cache_rotation is None else paged.hadamard(y)
 
     of_q, q_rotary = rows, rotary
@@ -171,13 +173,16 @@ def _attention(
         q = parameters.linear(paged.take_rows(x, wanted), f"{at}.q_proj")[0]
     if wanted is not None:
         of_q, q_rotary = rows.of_rows(wanted), None if rotary is None else rotary.of_rows(wanted)
-    k, v = rotated(heads(k, "k"), rotary), split_heads(v)
+    k, v = rotated(heads(k, "k"), rotary, "k"), split_heads(v)
     if cache.kv_format is None:
         k, v = ops.cast(k, cache.dtype), ops.cast(v, cache.dtype)
     paged.append(cache, k, v, rows.batch, rows.slots, layer=layer)
+    q = rotated(heads(q, "q"), q_rotary, "q")
+    if config.q_growth is not None:
+        q = _grown(q, of_q.positions, *config.q_growth)
     o = of_q.attend(
         cache,
-        rotated(heads(q, "q"), q_rotary),
+        q,
         layer=layer,
         sm_scale=config.sm_scale,
         logits_soft_cap=config.attention_cap,
@@ -187,6 +192,13 @@ def _attention(
     return parameters.linear(
         ops.reshape(o, [o.shape[0], config.num_attention_heads * config.head_dim]), f"{at}.o_proj"
     )[0]
+
+
+def _grown(q: TensorValue, positions: TensorValue, beta: float, context: int) -> TensorValue:
+    """Queries `[T, Hq, D]` times `1 + beta * ln(1 + floor(position / context))`, rounded to their dtype first."""
+    contexts = ops.floor(ops.cast(positions, DType.float32) / float(context))
+    growth = ops.cast(ops.log1p(contexts) * beta + 1.0, q.dtype)
+    return q * ops.reshape(growth, [q.shape[0], 1, 1])
 
 
 def _feed_forward(parameters: Parameters, x: TensorValue, layer: int) -> TensorValue:

@@ -24,11 +24,8 @@ def chosen_experts(parameters: Parameters, x: TensorValue, at: str) -> TensorVal
     assert experts is not None
     # The router is float32, whatever the model's dtype.
     (logits,) = parameters.linear(ops.cast(x, DType.float32), f"{at}.{experts.router}")  # [N, E]
-    if experts.sigmoid:
-        bias = parameters.values[f"{at}.{experts.router}.{CHOICE_BIAS}"]
-        weights, chosen = choose(ops.sigmoid(logits), experts, bias)
-    else:
-        weights, chosen = choose(ops.softmax(logits), experts)
+    bias = parameters.values.get(f"{at}.{experts.router}.{CHOICE_BIAS}")
+    weights, chosen = choose(ops.sigmoid(logits) if experts.sigmoid else ops.softmax(logits), experts, bias)
     of_each = _expert_mlps(parameters, x, chosen, f"{at}.experts")  # [N, chosen, hidden]
     weighted = ops.cast(of_each, DType.float32) * ops.unsqueeze(weights, -1)
     return ops.cast(ops.squeeze(ops.sum(weighted, axis=1), 1), x.dtype)

@@ -122,5 +122,9 @@ class Family:
     """The model that a `config.json` describes; raises `CheckpointError` for what would be computed wrongly."""
     gguf: Gguf | None = None
     """None: its models in GGUF files are not read, or call themselves another family's."""
+    renames: Mapping[str, str] = field(default_factory=dict)
+    """Parts of the names of tensors that its checkpoints have otherwise than the step: theirs, and the step's."""
+    unread: tuple[str, ...] = ()
+    """Beginnings of the names of tensors that text does not need."""
     engine_only: bool = False
-    """Its pages hold latents: MAX Serve's hold K and V of heads."""
+    """MAX Serve does not run it: its pages hold latents, or MAX has the model with its images."""

@@ -41,6 +41,8 @@ class Experts:
     sigmoid: bool = False
     """Scores are sigmoids. Experts are chosen by their scores plus a bias of each, `e_score_correction_bias`, which the
     weights are without; a group's score is the sum of its two greatest (DeepSeek-V3)."""
+    choice_bias: bool = False
+    """Scores of a softmax, too, have a bias by which experts are chosen."""
     sums_to_one: bool = False
     """The weights of the chosen experts are their scores divided by the sum of these: the softmax over them alone."""
     scale: float = 1.0

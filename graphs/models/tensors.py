@@ -144,12 +144,12 @@ def _layer(config: DecoderConfig, has_experts: bool) -> dict[str, Shape]:
         layer["self_attn.kv_a_layernorm.weight"] = (latent.kv_rank,)
         if latent.q_rank is not None:
             layer["self_attn.q_a_layernorm.weight"] = (latent.q_rank,)
-    if has_experts and config.experts is not None and config.experts.sigmoid:
+    if has_experts and config.experts is not None and (config.experts.sigmoid or config.experts.choice_bias):
         layer[f"mlp.{config.experts.router}.{CHOICE_BIAS}"] = (config.experts.count,)
     if config.sinks:
         layer["self_attn.sinks"] = (config.num_attention_heads,)
     if config.qk_norm is not None:
-        sizes = (config.head_dim,) * 2 if config.qk_norm == "head" else _queries_and_keys(config)
+        sizes = (config.head_dim,) * 2 if config.qk_norm != "all_heads" else _queries_and_keys(config)
         layer |= {f"self_attn.{name}_norm.weight": (size,) for name, size in zip("qk", sizes, strict=True)}
     return layer
 

@@ -119,6 +119,42 @@ CASES = {
             "attention_bias": True,
         },
     ),
+    "mixtral": ("Mixtral", {"head_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 19}),
+    "granitemoe": (
+        "GraniteMoe",
+        {
+            "head_dim": 8,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 3,
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.5,
+            "pad_token_id": 0,
+        },
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        {
+            "head_dim": 8,
+            "num_hidden_layers": 3,
+            "moe_num_experts": 16,
+            "moe_k": 3,
+            "moe_intermediate_size": 24,
+            "moe_num_shared_experts": 2,
+            "moe_layer_end_index": 1,
+            "pad_token_id": 0,
+        },
+    ),
+    "hunyuan": (
+        "HunYuanDenseV1",
+        {
+            "rope_parameters": {"rope_type": "dynamic", "factor": 1.0, "rope_theta": 10000.0, "alpha": 1000.0},
+            "pad_token_id": 0,
+            "eod_token_id": None,
+        },
+    ),
+    "ministral3": ("Ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.3, "mscale": 1.0}}),
     "ministral": (
         "Ministral",
         {"sliding_window": 19, "layer_types": ["sliding_attention", "full_attention"]},

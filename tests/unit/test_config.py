@@ -82,6 +82,8 @@ def test_model_type_stands_in_for_architectures(tmp_path):
         ({"rope_parameters": {"rope_theta": 5e5}}, 5e5, None),
         ({"rope_theta": 7e3, "rope_parameters": {"rope_theta": 5e5}}, 5e5, None),
         ({"rope_scaling": {"type": "linear", "factor": 4}}, 1e4, Linear(4.0)),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4}}, 1e4, None),
+        ({"rope_scaling": {"type": "dynamic", "alpha": 8.0}}, 1e4 * 8 ** (16 / 14), None),
         ({"rope_parameters": LLAMA3 | {"rope_theta": 5e5}}, 5e5, Llama3(8.0, 1.0, 4.0, 256)),
         (
             {"rope_scaling": {k: v for k, v in LLAMA3.items() if k != "original_max_position_embeddings"}},
@@ -171,7 +173,7 @@ BAD = [
     ({"head_dim": None, "hidden_size": 48}, r"head_dim = 12: must be a multiple of 8"),
     ({"rope_scaling": "linear"}, r'rope_scaling = "linear": an object'),
     ({"rope_scaling": {"type": "ntk", "factor": 2}}, r'rope_scaling\.type = "ntk": only'),
-    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2}}, r'rope_parameters\.rope_type = "dynamic": only'),
+    ({"rope_parameters": {"rope_type": "su", "factor": 2}}, r'rope_parameters\.rope_type = "su": only'),
     ({"rope_scaling": {"type": "linear"}}, r"rope_scaling\.factor is missing"),
     ({"rope_scaling": {"type": "linear", "factor": -2}}, r"rope_scaling\.factor = -2: a positive number"),
     ({"rope_scaling": LLAMA3 | {"low_freq_factor": None}}, r"rope_scaling\.low_freq_factor is missing"),

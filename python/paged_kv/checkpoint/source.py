@@ -17,6 +17,7 @@ from paged_kv.checkpoint.gguf_tokenizer import has_vocabulary, make_tokenizer
 from paged_kv.checkpoint.packed_layers import read_packing
 from paged_kv.checkpoint.tokenizer_file import TOKENIZER, read_tokenizer
 from paged_kv.checkpoint.weights import Checkpoint, OnProgress, check_layers, open_checkpoint
+from paged_kv.graphs.models import find_family
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.fields import Fields
 
@@ -101,7 +102,7 @@ def source_of(config: DecoderConfig, fields: Fields, checkpoint: Checkpoint) -> 
     Raises:
         CheckpointError: there are fewer tensors than layers.
     """
+    checkpoint = replace(checkpoint.named_for(find_family(fields)), packing=read_packing(fields))
     check_layers(config, checkpoint.tensors, checkpoint.folder)
-    checkpoint = replace(checkpoint, packing=read_packing(fields))
     encodings = config.encodings + checkpoint.encodings(config)
     return Source(checkpoint.folder, replace(config, encodings=encodings), checkpoint)

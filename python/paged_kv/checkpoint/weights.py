@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,9 @@ from paged_kv.errors import CheckpointError
 from paged_kv.files import open_regular, path_of, read_regular
 from paged_kv.graphs.encodings import Encoding, row_bytes
 from paged_kv.graphs.models.config import DecoderConfig
+from paged_kv.graphs.models.family import Family
 from paged_kv.graphs.models.tensors import (
+    CHOICE_BIAS,
     Assembled,
     TensorPart,
     assembled_tensors,
@@ -62,19 +64,35 @@ class StoredTensor:
     """A tensor as its file's header describes it; `dtype` is safetensors' own name, such as "BF16"."""
 
     file: Path
+    name: str
+    """In the file; the step may have another name for it."""
     dtype: str
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The tensors of a folder, by name. Nothing is read before `load`."""
+    """The tensors of a folder, by the names that the step has for them. Nothing is read before `load`."""
 
     folder: Path
     tensors: Mapping[str, StoredTensor]
     packing: Packing | None = None
     """The packing of quantised linear layers: those of `encodings` are put into blocks when they are loaded, and others
     are dequantised."""
+
+    def named_for(self, family: Family) -> Checkpoint:
+        """The same tensors by the step's names, without those that the family's text does not need."""
+        tensors: dict[str, StoredTensor] = {}
+        for name, stored in self.tensors.items():
+            if name.startswith(family.unread):
+                continue
+            for theirs, ours in family.renames.items():
+                name = name.replace(theirs, ours, 1)
+            if name in tensors:
+                both = f"both {printable(tensors[name].name)} and {printable(stored.name)}"
+                raise CheckpointError(f"{stored.file}: {name} of the model is {both}")
+            tensors[name] = stored
+        return replace(self, tensors=tensors)
 
     def encodings(self, config: DecoderConfig) -> tuple[tuple[str, Encoding], ...]:
         """The weights of `expected_tensors(config)` that are put into blocks, by what files' headers say."""
@@ -130,9 +148,9 @@ class Checkpoint:
                 buffers[name] = _buffer(values, dtype)
             else:
                 stored, kind = self.tensors[name], weight_dtype(name, dtype)
-                view = maps[name].data().to_buffer()
+                view = maps[stored.name].data().to_buffer()
                 in_place = DTYPES[stored.dtype] == kind and _address(view) % kind.align == 0
-                buffers[name] = view if in_place else _copy(name, stored, kind)
+                buffers[name] = (view if in_place else _copy(stored, kind)).view(kind, shape)
             done += sizes[name]
             if progress is not None:
                 progress(done, total)
@@ -169,7 +187,7 @@ class Checkpoint:
             if stored is None:
                 return None
             with safe_open(stored.file, framework="np", backend="pread") as opened:
-                values: np.ndarray = opened.get_slice(f"{layer}.{part}")[:]
+                values: np.ndarray = opened.get_slice(stored.name)[:]
             per_row = part in ("weight_scale", "weight_zero_point") and values.ndim == 1
             return values[:, None] if per_row else values
 
@@ -184,7 +202,7 @@ class Checkpoint:
         if stored is None or len(stored.shape) != 1 or stored.dtype not in DTYPES:
             return False
         with safe_open(stored.file, framework="np", backend="pread") as opened:
-            return not np.any(opened.get_slice(name)[:])
+            return not np.any(opened.get_slice(stored.name)[:])
 
     def _assemble(
         self,
@@ -226,7 +244,7 @@ class Checkpoint:
 
     def _read(self, piece: TensorPart, name: str, opened: Mapping[Path, Any]) -> npt.NDArray[Any]:
         """The rows of a tensor that a part names, as the file has them."""
-        tensor = opened[self.tensors[name].file].get_slice(name)
+        tensor = opened[self.tensors[name].file].get_slice(self.tensors[name].name)
         if piece.index is not None:
             rows: npt.NDArray[Any] = tensor[piece.index : piece.index + 1][0]
         else:
@@ -236,7 +254,8 @@ class Checkpoint:
     def _blocks(self, codes: npt.NDArray[Any], name: str, scales: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
         """MXFP4 codes and scales in blocks; `name` is the tensor of the scales."""
         if (scales == mxfp4.NAN).any():
-            raise CheckpointError(f"{self.tensors[name].file}: tensor {name} has a scale that is NaN")
+            stored = self.tensors[name]
+            raise CheckpointError(f"{stored.file}: tensor {stored.name} has a scale that is NaN")
         return mxfp4.blocks_of(codes, scales)
 
     def _check(
@@ -257,21 +276,23 @@ class Checkpoint:
             stored = self.tensors.get(name)
             if stored is None:
                 raise CheckpointError(f"{self.folder}: tensor {name} is missing")
-            if stored.shape != shape:
+            of_router = name.endswith(CHOICE_BIAS) and stored.shape == (1, *shape)  # as ERNIE has it
+            if stored.shape != shape and not of_router:
                 raise CheckpointError(
-                    f"{stored.file}: tensor {name} has shape {list(stored.shape)}, expected {list(shape)}"
+                    f"{stored.file}: tensor {stored.name} has shape {list(stored.shape)}, expected {list(shape)}"
                 )
             dtypes = ("U8",) if name in as_bytes else tuple(DTYPES)
             if stored.dtype not in dtypes:
                 found = f"has dtype {stored.dtype}, expected {'one of ' if len(dtypes) > 1 else ''}{', '.join(dtypes)}"
-                raise CheckpointError(f"{stored.file}: tensor {name} {found}")
+                raise CheckpointError(f"{stored.file}: tensor {stored.name} {found}")
         own = config.num_hidden_layers
         unread = tuple(f"model.layers.{own + index}." for index in range(config.draft_layers))
         for name, stored in self.tensors.items():
             # lm_head.weight is expected unless it is tied, and then it repeats the embeddings.
             known = name in expected or name in parts or name == "lm_head.weight"
             if not known and not name.startswith(unread) and not name.endswith("rotary_emb.inv_freq"):
-                raise CheckpointError(f"{stored.file}: tensor {printable(name)} is no part of the model of config.json")
+                shown = printable(stored.name)
+                raise CheckpointError(f"{stored.file}: tensor {shown} is no part of the model of config.json")
 
 
 def open_checkpoint(folder: Path | str) -> Checkpoint:
@@ -358,7 +379,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
     try:
         with open_regular(file) as regular, safe_open(path_of(regular), framework="np") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not iterable itself)
-            return {name: StoredTensor(file, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+            return {name: StoredTensor(file, name, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
     except SafetensorError as error:
         found, expected = file.stat().st_size, _promised_bytes(file)
         if expected is not None and found < expected:
@@ -395,14 +416,14 @@ def _address(view: Buffer) -> int:
     return int(np.from_dlpack(view.view(DType.uint8, (view.num_elements * view.element_size,))).ctypes.data)
 
 
-def _copy(name: str, stored: StoredTensor, dtype: DType) -> Buffer:
+def _copy(stored: StoredTensor, dtype: DType) -> Buffer:
     """The tensor in memory of its own, rounded to `dtype`. The file is read by blocks and not mapped meanwhile."""
     result = np.empty(stored.shape, numpy_dtype(dtype))
     row_bytes = math.prod(stored.shape[1:]) * DTYPES[stored.dtype].size_in_bytes
     rows = max(1, _BLOCK_BYTES // row_bytes)
     # A float16 that overflows to infinity is what the cast means: no warning.
     with safe_open(stored.file, framework="np", backend="pread") as opened, np.errstate(over="ignore"):
-        source = opened.get_slice(name)
+        source = opened.get_slice(stored.name)
         for start in range(0, stored.shape[0], rows):
             stop = min(start + rows, stored.shape[0])
             result[start:stop] = source[start:stop]

@@ -1,0 +1,60 @@
+"""Models of text and images, of which the text alone is read: a text model's configuration inside another one."""
+
+from __future__ import annotations
+
+from paged_kv.graphs.models import gemma3, ministral3, mistral
+from paged_kv.graphs.models.config import DecoderConfig
+from paged_kv.graphs.models.family import Family
+from paged_kv.graphs.models.fields import Fields
+
+_OUTER = ("architectures", "bos_token_id", "eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
+"""Keys that some files have beside the text's configuration and not in it."""
+_GEMMA3_4B = {
+    "attention_bias": False,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 262208,
+}
+"""The values that transformers has for missing keys; published files leave these out."""
+_TEXT = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head."}
+_IMAGES = tuple(f"{at}{part}." for at in ("", "model.") for part in ("vision_tower", "multi_modal_projector"))
+
+
+def _read(fields: Fields, families: tuple[Family, ...], **defaults: object) -> DecoderConfig:
+    text = fields.section("text_config")
+    if text is None:
+        raise fields.error("text_config", "the text model's configuration is expected")
+    kind = text.one_of("model_type", {family.model_type: family for family in families})
+    outer = {key: fields.get(key) for key in _OUTER if fields.get(key) is not None}
+    config: DecoderConfig = kind.read(text.with_defaults(**{**defaults, **outer}))
+    return config
+
+
+def _mistral3(fields: Fields) -> DecoderConfig:
+    return _read(fields, (mistral.FAMILY, ministral3.FAMILY))
+
+
+def _gemma3(fields: Fields) -> DecoderConfig:
+    return _read(fields, (gemma3.FAMILY,), **_GEMMA3_4B)
+
+
+MISTRAL3 = Family(
+    architecture="Mistral3ForConditionalGeneration",
+    model_type="mistral3",
+    read=_mistral3,
+    renames=_TEXT,
+    unread=_IMAGES,
+    engine_only=True,
+)
+GEMMA3 = Family(
+    architecture="Gemma3ForConditionalGeneration",
+    model_type="gemma3",
+    read=_gemma3,
+    renames=_TEXT,
+    unread=_IMAGES,
+    engine_only=True,
+)
