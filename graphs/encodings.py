@@ -1,7 +1,8 @@
 """Weights in blocks: the encodings of GGUF that the kernels multiply by, and two of this package's own.
 
-A new one is a row of `TABLE` and a struct at the end of `ENCODINGS` in mojo_ops/linear/quantised/encodings.mojo, with
-random blocks for tests and benchmarks in benchmarks/decode_cpu/blocks.py.
+A new one is a row of `TABLE` and a struct at the same place of `ENCODINGS` in
+mojo_ops/linear/quantised/encodings.mojo, with random blocks for tests and benchmarks in
+benchmarks/decode_cpu/blocks.py.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from typing import Literal
 
 from paged_kv.errors import ShapeError
 
-Encoding = Literal["Q4_0", "Q8_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "MXFP4", "INT4", "INT8"]
+Encoding = Literal[
+    "Q4_0", "Q8_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "MXFP4", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K",
+    "INT4", "INT8",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,11 @@ TABLE: dict[Encoding, Block] = {
     "Q6_K": Block(256, 210, (208,), gguf=14),
     "IQ4_XS": Block(256, 136, gguf=23),
     "MXFP4": Block(32, 17, (), gguf=39),  # begins with a byte, a power of two
+    "Q4_1": Block(32, 20, (0, 2), gguf=3),
+    "Q5_0": Block(32, 22, gguf=6),
+    "Q5_1": Block(32, 24, (0, 2), gguf=7),
+    "Q2_K": Block(256, 84, (80, 82), gguf=10),
+    "Q3_K": Block(256, 110, (108,), gguf=11),
     "INT4": Block(32, 20),
     "INT8": Block(32, 36),
 }

@@ -33,6 +33,37 @@ def _q4_0(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[list[Array]
     return [stored, pairs], d * (q.astype(np.float32) - 8)
 
 
+def _q4_1(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[list[Array], Array]:
+    head, step, low = _scales_and_mins(rng, shape, 4)
+    q, pairs = _nibbles(rng, shape)
+    return [*head, pairs], step * q - low
+
+
+def _q5_0(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[list[Array], Array]:
+    (stored, d), (q, parts) = _scales(rng, shape, 5e-4), _fives(rng, shape)
+    return [stored, *parts], d * (q.astype(np.float32) - 16)
+
+
+def _q5_1(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[list[Array], Array]:
+    head, step, low = _scales_and_mins(rng, shape, 5)
+    q, parts = _fives(rng, shape)
+    return [*head, *parts], step * q - low
+
+
+def _scales_and_mins(rng: np.random.Generator, shape: Sequence[int], bits: int) -> tuple[list[Array], Array, Array]:
+    """Two of a block: how they are stored, the step of its weights, and what is taken from them, 0 on average."""
+    (step, d), (_, other) = _scales(rng, shape, 0.016 / 2**bits), _scales(rng, shape, 0.016 / 2**bits)
+    low = (other * ((2**bits - 1) / 2)).astype(np.float16)
+    return [step, (-low).view(np.uint8)], d, low.astype(np.float32)
+
+
+def _fives(rng: np.random.Generator, shape: Sequence[int]) -> tuple[Array, list[Array]]:
+    """`[..., 32]` of 0 to 31: the fifth bit of each, and the lower ones as of `_nibbles`."""
+    q, pairs = _nibbles(rng, shape)
+    fifths = rng.integers(0, 2, q.shape, np.uint8)
+    return q | fifths << 4, [np.packbits(fifths, -1, "little"), pairs]
+
+
 def _iq4_nl(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[list[Array], Array]:
     (stored, d), (q, pairs) = _scales(rng, shape, 1e-4), _nibbles(rng, shape)
     return [stored, pairs], d * _IQ4[q]
@@ -59,6 +90,36 @@ def _int8(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[list[Array]
 def _q8_0(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[list[Array], Array]:
     (stored, d), q = _scales(rng, shape, 1e-4), rng.integers(-127, 128, (*shape, 32), np.int8)
     return [stored, q.view(np.uint8)], d * q
+
+
+def _q2_k(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[list[Array], Array]:
+    """16 groups of 16, whose scales and minimums have 4 bits."""
+    d = (rng.uniform(5e-4, 1e-3, (*shape, 2)) * (1, 1.5)).astype(np.float16)  # 0 on average
+    scales, mins = rng.integers(0, 16, (2, *shape, 16), np.uint8)
+    q, low = _twos(rng, shape)
+    step, least = (part * d[..., i, None].astype(np.float32) for i, part in enumerate((scales, mins)))
+    return [scales | mins << 4, low, d.view(np.uint8)], step[..., None] * q - least[..., None]
+
+
+def _q3_k(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[list[Array], Array]:
+    """16 groups of 16, whose scales of 6 bits have a sign."""
+    (stored, d), (q, low) = _scales(rng, shape, 5e-5), _twos(rng, shape)
+    third, scales = rng.integers(0, 2, q.shape, np.uint8), rng.integers(0, 64, (*shape, 16), np.uint8)
+    high = np.packbits(third.reshape(*shape, 8, 32), -2, "little")  # of runs of 32
+    lower = scales[..., :8] & 15 | (scales[..., 8:] & 15) << 4
+    upper = np.bitwise_or.reduce(scales.reshape(*shape, 4, 4) >> 4 << _BITS, axis=-2)
+    values = (d * (scales.astype(np.float32) - 32))[..., None] * ((q | third << 2).astype(np.float32) - 4)
+    return [high, low, lower, upper, stored], values
+
+
+_BITS = 2 * np.arange(4, dtype=np.uint8)[:, None]
+"""The places of four numbers of 2 bits in a byte."""
+
+
+def _twos(rng: np.random.Generator, shape: Sequence[int]) -> tuple[Array, Array]:
+    """`[..., 16, 16]` of 0 to 3: of halves of 128 elements, four runs of 32 share 32 bytes."""
+    q = rng.integers(0, 4, (*shape, 2, 4, 32), np.uint8)
+    return q.reshape(*shape, 16, 16), np.bitwise_or.reduce(q << _BITS, axis=-2)
 
 
 def _q4_k(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[list[Array], Array]:
@@ -89,7 +150,7 @@ def _q6_k(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[list[Array]
     stored, d = _scales(rng, shape, 5e-5)
     scales, q = rng.integers(-16, 17, (*shape, 16), np.int8), rng.integers(0, 64, (*shape, 2, 4, 32), np.uint8)
     low = q[..., :2, :] & 15 | (q[..., 2:, :] & 15) << 4  # of halves of 128 elements, four runs of 32
-    high = np.bitwise_or.reduce(q >> 4 << (2 * np.arange(4, dtype=np.uint8))[:, None], axis=-2)
+    high = np.bitwise_or.reduce(q >> 4 << _BITS, axis=-2)
     values = (d * scales)[..., None] * (q.reshape(*shape, 16, 16).astype(np.float32) - 32)
     return [low, high, scales.view(np.uint8), stored], values
 
@@ -107,6 +168,7 @@ def _iq4_xs(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[list[Arra
 _RANDOM_BLOCKS: dict[Encoding, tuple[int, Callable[..., tuple[list[Array], Array]]]] = {
     "Q4_0": (32, _q4_0), "Q4_K": (256, _q4_k), "Q5_K": (256, _q5_k), "Q6_K": (256, _q6_k), "Q8_0": (32, _q8_0),
     "IQ4_NL": (32, _iq4_nl), "IQ4_XS": (256, _iq4_xs), "MXFP4": (32, _mxfp4), "INT4": (32, _int4), "INT8": (32, _int8),
+    "Q4_1": (32, _q4_1), "Q5_0": (32, _q5_0), "Q5_1": (32, _q5_1), "Q2_K": (256, _q2_k), "Q3_K": (256, _q3_k),
 }  # fmt: skip
 """Elements of a block, and what makes blocks `[rows, blocks]`: the parts of their bytes, and what they mean."""
 

@@ -10,10 +10,11 @@ from paged_kv.graphs.encodings import GGUF_ENCODINGS
 
 OWN = {"INT4": (32, 20), "INT8": (32, 36)}
 """Encodings that are not GGUF's: elements and bytes of a block."""
-KINDS = {name: gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q4_1", *GGUF_ENCODINGS)}
+KINDS = {name: gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "TQ1_0", *GGUF_ENCODINGS)}
 SCALES = {
     "Q4_0": {0: 0.05}, "Q8_0": {0: 4e-3}, "IQ4_NL": {0: 4e-3}, "Q4_K": {0: 1e-3, 2: 1e-3}, "Q5_K": {0: 5e-4, 2: 5e-4},
-    "Q6_K": {208: 1e-4}, "IQ4_XS": {0: 1e-4}, "INT4": {0: 0.05}, "INT8": {0: 4e-3},
+    "Q6_K": {208: 1e-4}, "IQ4_XS": {0: 1e-4}, "INT4": {0: 0.05}, "INT8": {0: 4e-3}, "Q4_1": {0: 0.05, 2: 0.4},
+    "Q5_0": {0: 0.02}, "Q5_1": {0: 0.02, 2: 0.3}, "Q2_K": {80: 0.01, 82: 0.01}, "Q3_K": {108: 4e-3},
 }  # fmt: skip
 """The places of a block's float16 numbers, and their sizes in `random_blocks`. MXFP4 has a byte, E8M0, instead."""
 
@@ -23,6 +24,10 @@ def quantise(weight, encoding):
     weight = np.asarray(weight, np.float32)
     if encoding in ("Q4_K", "Q5_K"):
         return _q45_k(weight, int(encoding[1]))
+    if encoding == "Q2_K":
+        return _q2_k(weight)
+    if encoding == "Q3_K":
+        return _q3_k(weight)
     if encoding == "Q6_K":
         return _q6_k(weight)
     if encoding in ("IQ4_NL", "IQ4_XS"):
@@ -105,17 +110,48 @@ def _steps(values, step):
     return np.round(np.divide(values, step, out=np.zeros_like(values), where=step != 0))
 
 
-def _q45_k(weight, bits):
-    groups = weight.reshape(len(weight), -1, 8, 32)  # [N, blocks, 8 groups, 32]
+def _with_mins(groups, bits, most):
+    """`groups` `[N, blocks, groups, elements]` as d, dmin, scales and minimums up to `most`, and weights of `bits`."""
     least = np.maximum(-groups.min(-1), 0)
     steps = (groups.max(-1) + least) / (2**bits - 1)
-    d, dmin = (values.max(-1, keepdims=True) / 63 for values in (steps, least))
+    d, dmin = (values.max(-1, keepdims=True) / most for values in (steps, least))
     d, dmin = d.astype(np.float16).astype(np.float32), dmin.astype(np.float16).astype(np.float32)
-    scales, mins = (np.clip(_steps(v, np.broadcast_to(s, v.shape)), 0, 63) for v, s in ((steps, d), (least, dmin)))
+    scales, mins = (np.clip(_steps(v, np.broadcast_to(s, v.shape)), 0, most) for v, s in ((steps, d), (least, dmin)))
     step = (d * scales)[..., None]
     quants = _steps(groups + (dmin * mins)[..., None], np.broadcast_to(step, groups.shape))
-    quants = quants.clip(0, 2**bits - 1).astype(np.uint8)
-    scales, mins = scales.astype(np.uint8), mins.astype(np.uint8)
+    return d, dmin, *(part.astype(np.uint8) for part in (scales, mins, quants.clip(0, 2**bits - 1)))
+
+
+def _q2_k(weight):
+    d, dmin, scales, mins, quants = _with_mins(weight.reshape(len(weight), -1, 16, 16), 2, 15)
+    parts = [scales | mins << 4, _of_runs(quants), _halves(d), _halves(dmin)]
+    return np.concatenate(parts, axis=-1).reshape(len(weight), -1)
+
+
+def _q3_k(weight):
+    groups = weight.reshape(len(weight), -1, 16, 16)
+    steps = np.abs(groups).max(-1) / 3
+    d = (steps.max(-1, keepdims=True) / 31).astype(np.float16).astype(np.float32)
+    scales = _steps(steps, np.broadcast_to(d, steps.shape)).clip(0, 31)
+    step = np.broadcast_to((d * scales)[..., None], groups.shape)
+    quants = (_steps(groups, step).clip(-4, 3) + 4).astype(np.uint8)
+    third = quants.reshape(*quants.shape[:2], 8, 32) >> 2  # bit r of byte i belongs to element i of run r
+    high = sum(third[..., run, :] << run for run in range(8))
+    scales = scales.astype(np.uint8) + 32
+    lower = scales[..., :8] & 15 | (scales[..., 8:] & 15) << 4
+    upper = sum(scales[..., 4 * four : 4 * four + 4] >> 4 << 2 * four for four in range(4))
+    parts = [high, _of_runs(quants & 3), lower, upper, _halves(d)]
+    return np.concatenate(parts, axis=-1).reshape(len(weight), -1)
+
+
+def _of_runs(twos):
+    """Elements of 2 bits `[N, blocks, 16, 16]` as bytes: four runs of 32 of each half of 128 elements share 32."""
+    runs = twos.reshape(*twos.shape[:2], 2, 4, 32)
+    return sum(runs[..., run, :] << 2 * run for run in range(4)).reshape(*twos.shape[:2], 64)
+
+
+def _q45_k(weight, bits):
+    d, dmin, scales, mins, quants = _with_mins(weight.reshape(len(weight), -1, 8, 32), bits, 63)
     packed = np.concatenate(
         [
             scales[..., :4] | (scales[..., 4:] >> 4) << 6,

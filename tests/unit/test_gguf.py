@@ -14,7 +14,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from paged_kv.arrays.host import to_numpy
 from paged_kv.checkpoint.config import config_of
 from paged_kv.checkpoint.gguf import open_gguf
-from paged_kv.checkpoint.gguf_header import Strings, read_header
+from paged_kv.checkpoint.gguf_header import _ENCODINGS, Strings, read_header
 from paged_kv.checkpoint.source import open_source
 from paged_kv.cli import _run
 from paged_kv.errors import CheckpointError, ContractError, ContractTypeError, ShapeError
@@ -204,6 +204,31 @@ def test_strings_are_counted_and_skipped(tmp_path):
     assert header.tensors == {}
 
 
+@pytest.mark.parametrize("kind", gguf.GGMLQuantizationType)
+def test_every_encoding_has_its_name_and_size(tmp_path, kind):
+    """The next tensor begins where it ends."""
+    elements, size = gguf.GGML_QUANT_SIZES[kind]
+    if kind.name == "Q8_1":
+        size = 36  # ggml's; 40 in the package
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    for name in "ab":
+        writer.add_tensor_info(name, (3, elements * 32), np.dtype(np.float32), 3 * 32 * size, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    with (tmp_path / "a.gguf").open("ab") as file:
+        file.write(bytes(2 * 3 * 32 * size + 32))
+    tensors = read_header(tmp_path / "a.gguf").tensors
+    found = {name: (tensor.encoding, tensor.data.shape) for name, tensor in tensors.items()}
+    assert found == dict.fromkeys("ab", (kind.name, (3, 32 * size)))
+
+
+def test_no_encoding_up_to_the_last_is_a_number():
+    """Those too that ggml gave up."""
+    assert sorted(_ENCODINGS) == list(range(max(gguf.GGMLQuantizationType) + 1))
+
+
 @pytest.mark.parametrize(
     ("written", "message"),
     [
@@ -212,8 +237,9 @@ def test_strings_are_counted_and_skipped(tmp_path):
         ({"drop": ["attention.head_count"]}, "llama.attention.head_count = None: a positive integer"),
         ({"drop": ["token_embd.weight"]}, "tensor token_embd.weight is missing"),
         ({"drop": ["blk.1.ffn_up.weight"]}, "tensor blk.1.ffn_up.weight is missing"),
-        ({"encoding_of": lambda name: "Q4_1" if "blk.0.ffn_up" in name else "Q4_0"},
-         "tensor blk.0.ffn_up.weight has encoding Q4_1, expected one of F32, F16, BF16, Q4_0, Q8_0, IQ4_NL,"),
+        ({"encoding_of": lambda name: "TQ1_0" if "blk.0.ffn_up" in name else "Q4_0"},
+         "tensor blk.0.ffn_up.weight has encoding TQ1_0, expected one of F32, F16, BF16, Q4_0, Q8_0, IQ4_NL, Q4_K,"
+         " Q5_K, Q6_K, IQ4_XS, MXFP4, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K: download the model's Q4_K_M, Q8_0 or Q2_K file"),
         ({"metadata": {"llama.expert_count": 8}}, "llama.expert_count = 8: only 0 is supported of llama"),
         ({"metadata": {"split.count": 3}}, "split.count = 3: a part is expected to be named as NAME-00001-of-"),
         ({"metadata": {"llama.rope.dimension_count": 16}}, "llama.rope.dimension_count = 16: a part of head_dim = 32"),
@@ -288,8 +314,8 @@ def test_quantised_values_of_a_graph():
     types += [TensorType(DType.int32, ["T"], cpu), TensorType(DType.float32, ["M", 64], cpu)]
     with Graph("refused", input_types=types) as graph:
         good, ragged, symbolic, tokens, x = (value.tensor for value in graph.inputs)
-        with pytest.raises(ContractError, match="encoding 'Q4_1' is none of Q4_0, Q8_0, IQ4_NL, Q4_K"):
-            QuantisedWeight(good, "Q4_1")
+        with pytest.raises(ContractError, match="encoding 'TQ1_0' is none of Q4_0, Q8_0, IQ4_NL, Q4_K"):
+            QuantisedWeight(good, "TQ1_0")
         with pytest.raises(ShapeError, match="rows of 19 bytes, no multiple of a block's 18"):
             QuantisedWeight(ragged, "Q4_0")
         with pytest.raises(ShapeError, match="elements: the weight's size is symbolic"):

@@ -18,11 +18,12 @@ comptime RECORD_STARTS_16 = 256
 comptime RECORD_STARTS_32 = 320
 """`[8]` int32: -128 times the sum of 32 elements."""
 comptime RECORD_SUMS = 352
-"""`[8]` float32: the sum of 32 elements."""
+"""`[8]` float32: the sum of 32 elements (Q8_0)."""
+comptime RECORD_SUM_PAIRS_16 = 352
+"""`[8]` pairs of int16 in the same place (Q8_K): the sums of 16 elements, in the order of `RECORD_SUM_PAIRS_32`."""
 comptime RECORD_SCALES = 384
 """`[8]` float32: of each 32 elements (Q8_0); the first one of all (Q8_K)."""
-
-comptime RECORD_SUM_PAIRS = 416
+comptime RECORD_SUM_PAIRS_32 = 416
 """`[4]` pairs of int16: the sums of 32 elements of groups (0, 2), (1, 3), (4, 6), (5, 7)."""
 
 comptime INFINITE_BITS = 0x7F800000
@@ -96,11 +97,23 @@ def round_block[
             record.unsafe_bitcast[Int8]().unsafe_store(LANES * i, whole.cast[DType.int8]())
             var sum = whole.reduce_add()
             record.unsafe_offset(RECORD_STARTS_16).unsafe_bitcast[Int32]()[unsafe_offset=i] = -32 * sum
+            comptime if blocks:
+                set_paired[i](record.unsafe_offset(RECORD_SUM_PAIRS_16), sum)
             both += sum
         record.unsafe_offset(RECORD_STARTS_32).unsafe_bitcast[Int32]()[unsafe_offset=group] = -128 * both
-        record.unsafe_offset(RECORD_SUMS).unsafe_bitcast[Float32]()[unsafe_offset=group] = both.cast[DType.float32]()
-        comptime place = group // 4 * 4 + group % 2 * 2 + group % 4 // 2
-        record.unsafe_offset(RECORD_SUM_PAIRS).unsafe_bitcast[Int16]()[unsafe_offset=place] = both.cast[DType.int16]()
+        comptime if blocks:
+            set_paired[group](record.unsafe_offset(RECORD_SUM_PAIRS_32), both)
+        else:
+            record.unsafe_offset(RECORD_SUMS).unsafe_bitcast[Float32]()[unsafe_offset=group] = both.cast[
+                DType.float32
+            ]()
+
+
+@always_inline
+def set_paired[group: Int](pairs: BytePointer, sum: Int32):
+    """Writes the sum of a group's elements beside that of the group two before or after it."""
+    comptime place = group // 4 * 4 + group % 2 * 2 + group % 4 // 2
+    pairs.unsafe_bitcast[Int16]()[unsafe_offset=place] = sum.cast[DType.int16]()
 
 
 @fieldwise_init

@@ -17,7 +17,9 @@ comptime LOW = Words(0x0F0F0F0F)
 comptime ALL = Words(0x80808080)
 
 
-comptime ENCODINGS = TypeList.of[Trait=Encoding, Q4_0, Q8_0, IQ4_NL, Q4_K, Q5_K, Q6_K, IQ4_XS, MXFP4, INT4, INT8]()
+comptime ENCODINGS = TypeList.of[
+    Trait=Encoding, Q4_0, Q8_0, IQ4_NL, Q4_K, Q5_K, Q6_K, IQ4_XS, MXFP4, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, INT4, INT8
+]()
 """All of them, in the order of their indices: that of `TABLE` in graphs/encodings.py."""
 comptime BLOCK_ENCODINGS = block_encodings()
 """The bits of the encodings for which x is rounded by blocks of 256."""
@@ -78,6 +80,8 @@ trait Encoding:
     """True if a tile's minimums take the offset away. Else the int32 sum begins so that it does."""
     comptime HAS_MINS: Bool
     """True if groups have minimums."""
+    comptime MINS_IN_STEPS: Bool = True
+    """True if a group's minimum of `set_min` is in steps of its scale."""
 
     @staticmethod
     def unpack[T: Unpacked](raw: Raw, mut tile: T):
@@ -101,6 +105,15 @@ def byte(words: Words, i: Int) -> FloatVector:
 def signed_byte(words: Words, i: Int) -> FloatVector:
     """The signed byte `i` of each dword."""
     return (bitcast[DType.int32, DOT_ROWS](words << UInt32(24 - 8 * i)) >> 24).cast[DType.float32]()
+
+
+@always_inline
+def shifted[by: Int](words: Words) -> Words:
+    """The dwords, shifted to the left by so many bits, or to the right by as many as are missing from 0."""
+    comptime if by < 0:
+        return words >> UInt32(-by)
+    else:
+        return words << UInt32(by)
 
 
 @always_inline
@@ -318,11 +331,7 @@ struct Q6_K(Encoding):
             comptime part = run // 4
             comptime for i in range(8):
                 var quads = (raw[16 * part + run % 2 * 8 + i] >> UInt32(run % 4 // 2 * 4)) & LOW
-                var upper = raw[32 + 8 * part + i]
-                comptime if run % 4 == 3:
-                    upper >>= 2
-                elif run % 4 < 2:
-                    upper <<= UInt32(4 - 2 * (run % 4))
+                var upper = shifted[4 - 2 * (run % 4)](raw[32 + 8 * part + i])
                 tile.set_step[8 * run + i](quads | (upper & 0x30303030))
 
 
@@ -390,10 +399,169 @@ struct MXFP4(Encoding):
                 set_values[E2M1_VALUES, 8 * group + i](tile, raw.at_byte[first + 1 + 4 * i, Self.BYTES]())
 
 
+struct Q4_1(Encoding):
+    """A block is d, a minimum, and 16 bytes as in Q4_0."""
+
+    comptime INDEX = 8
+    comptime BLOCK_ELEMENTS = 32
+    comptime BYTES = 160
+    comptime GROUP = 32
+    comptime ROUNDS_BLOCKS = False
+    comptime SIGNED = False
+    comptime OFFSET = 0
+    comptime OFFSET_BY_MINS = False
+    comptime HAS_MINS = True
+    comptime MINS_IN_STEPS = False
+
+    @staticmethod
+    @always_inline
+    def unpack[T: Unpacked](raw: Raw, mut tile: T):
+        comptime for group in range(8):
+            comptime first = 5 * group
+            tile.set_scale[group](half(raw[first]))
+            tile.set_min[group](half(raw[first] >> 16))
+            comptime for i in range(4):
+                set_nibbles[8 * group + i](tile, raw[first + 1 + i])
+
+
+@always_inline
+def set_fives[T: Unpacked, //, group: Int, i: Int](mut tile: T, quads: Words, fifths: Words):
+    """As `set_nibbles`, of bytes `4 i` to `4 i + 3` of `group`. Bit `e` of `fifths` is the fifth of element `e`."""
+    tile.set_step[8 * group + i]((quads & LOW) | fifths_of[i](fifths))
+    tile.set_step[8 * group + i + 4](((quads >> 4) & LOW) | fifths_of[i + 4](fifths))
+
+
+@always_inline
+def fifths_of[quad: Int](fifths: Words) -> Words:
+    """Bits `4 quad` to `4 quad + 3`, each as the fifth of a byte."""
+    # The sums of a product are bits 7 apart, of which none meet: bit b becomes bit 8 b + 4.
+    return (((fifths >> UInt32(4 * quad)) & 15) * 0x02040810) & 0x10101010
+
+
+struct Q5_0(Encoding):
+    """A block is d, 32 fifth bits, and 16 bytes as in Q4_0: d (q - 16)."""
+
+    comptime INDEX = 9
+    comptime BLOCK_ELEMENTS = 32
+    comptime BYTES = 176
+    comptime GROUP = 32
+    comptime ROUNDS_BLOCKS = False
+    comptime SIGNED = False
+    comptime OFFSET = 16
+    comptime OFFSET_BY_MINS = True
+    comptime HAS_MINS = True
+
+    @staticmethod
+    @always_inline
+    def unpack[T: Unpacked](raw: Raw, mut tile: T):
+        comptime for group in range(8):
+            comptime first = 22 * group
+            tile.set_scale[group](half(raw.at_byte[first, Self.BYTES]()))
+            tile.set_min[group](-16)
+            var fifths = raw.at_byte[first + 2, Self.BYTES]()
+            comptime for i in range(4):
+                set_fives[group, i](tile, raw.at_byte[first + 6 + 4 * i, Self.BYTES](), fifths)
+
+
+struct Q5_1(Encoding):
+    """A block is d, a minimum, 32 fifth bits, and 16 bytes as in Q4_0."""
+
+    comptime INDEX = 10
+    comptime BLOCK_ELEMENTS = 32
+    comptime BYTES = 192
+    comptime GROUP = 32
+    comptime ROUNDS_BLOCKS = False
+    comptime SIGNED = False
+    comptime OFFSET = 0
+    comptime OFFSET_BY_MINS = False
+    comptime HAS_MINS = True
+    comptime MINS_IN_STEPS = False
+
+    @staticmethod
+    @always_inline
+    def unpack[T: Unpacked](raw: Raw, mut tile: T):
+        comptime for group in range(8):
+            comptime first = 6 * group
+            tile.set_scale[group](half(raw[first]))
+            tile.set_min[group](half(raw[first] >> 16))
+            comptime for i in range(4):
+                set_fives[group, i](tile, raw[first + 2 + i], raw[first + 1])
+
+
+struct Q2_K(Encoding):
+    """16 bytes of a scale and a minimum of 4 bits, 64 of weights, d, dmin: halves of 128 elements, of four runs of 32.
+
+    Bits `2 r` of a half's 32 bytes belong to run `r`.
+    """
+
+    comptime INDEX = 11
+    comptime BLOCK_ELEMENTS = 256
+    comptime BYTES = 84
+    comptime GROUP = 16
+    comptime ROUNDS_BLOCKS = True
+    comptime SIGNED = False
+    comptime OFFSET = 0
+    comptime OFFSET_BY_MINS = False
+    comptime HAS_MINS = True
+
+    @staticmethod
+    @always_inline
+    def unpack[T: Unpacked](raw: Raw, mut tile: T):
+        var factors = raw.at_byte[80, Self.BYTES]()
+        tile.set_factor(half(factors))
+        var pairs = Array[Words, 8](fill=0)
+        comptime for four in range(4):
+            var both = raw[four]
+            comptime for i in range(4):
+                tile.set_scale[4 * four + i](byte(both & LOW, i))
+            comptime for i in range(2):
+                pairs[2 * four + i] = (both >> UInt32(4 + 8 * i)) & 0x000F000F
+        tile.set_min_pairs(pairs, -half(factors >> 16))
+        comptime for run in range(8):
+            comptime for i in range(8):
+                tile.set_step[8 * run + i]((raw[4 + run // 4 * 8 + i] >> UInt32(2 * (run % 4))) & 0x03030303)
+
+
+struct Q3_K(Encoding):
+    """32 bytes of third bits, 64 of lower 2 bits, 12 of scales, d: runs of 32 elements as in Q2_K.
+
+    Bit `r` of 32 bytes belongs to run `r`. 12 bytes hold 16 scales of 6 bits, minus 32: the lower 4 bits of the first
+    eight are in the low halves of bytes 0 to 7, of the others in the high ones; bits `2 j` of bytes 8 to 11 are the
+    upper 2 of scales `4 j` to `4 j + 3`.
+    """
+
+    comptime INDEX = 12
+    comptime BLOCK_ELEMENTS = 256
+    comptime BYTES = 110
+    comptime GROUP = 16
+    comptime ROUNDS_BLOCKS = True
+    comptime SIGNED = False
+    comptime OFFSET = 32
+    comptime OFFSET_BY_MINS = False
+    comptime HAS_MINS = False
+
+    @staticmethod
+    @always_inline
+    def unpack[T: Unpacked](raw: Raw, mut tile: T):
+        # 110 = 6 x 16 + 14: the last of the vectors, which come once more, begin at byte 94.
+        tile.set_factor(half(raw[27] >> 16) / 8)
+        comptime for four in range(4):
+            var lower = (raw.from_middle(24 + four % 2) >> UInt32(four // 2 * 4)) & LOW
+            var upper = shifted[4 - 2 * four](raw.from_middle(26)) & 0x30303030
+            comptime for i in range(4):
+                tile.set_scale[4 * four + i](byte(lower | upper, i) - 32)
+        # Weights are 8 times what they are, so the offset is Q6_K's 32 instead of 4.
+        comptime for run in range(8):
+            comptime for i in range(8):
+                var lower = shifted[3 - 2 * (run % 4)](raw[8 + run // 4 * 8 + i]) & 0x18181818
+                var upper = shifted[5 - run](raw[i]) & 0x20202020
+                tile.set_step[8 * run + i](lower | upper)
+
+
 struct INT4(Encoding):
     """A block is d, a zero of one byte, a byte of no meaning, and 16 bytes as in Q4_0: d (q - zero)."""
 
-    comptime INDEX = 8
+    comptime INDEX = 13
     comptime BLOCK_ELEMENTS = 32
     comptime BYTES = 160
     comptime GROUP = 32
@@ -417,7 +585,7 @@ struct INT4(Encoding):
 struct INT8(Encoding):
     """A block is d, a signed zero of one byte, a byte of no meaning, and 32 signed bytes: d (q - zero)."""
 
-    comptime INDEX = 9
+    comptime INDEX = 14
     comptime BLOCK_ELEMENTS = 32
     comptime BYTES = 288
     comptime GROUP = 32

@@ -14,7 +14,8 @@ from .activations import (
     RECORD_STARTS_16,
     RECORD_STARTS_32,
     RECORD_SUMS,
-    RECORD_SUM_PAIRS,
+    RECORD_SUM_PAIRS_16,
+    RECORD_SUM_PAIRS_32,
 )
 from .amx import multiply_group
 from .encodings import Encoding
@@ -105,8 +106,8 @@ def multiply_side[
         comptime if E.ROUNDS_BLOCKS:
             var least = IntVector(0)
             comptime if E.HAS_MINS:
-                comptime for i in range(4):
-                    least = int16_pair_dot(least, tile.min_pair(i), sum_pair_of(record, i))
+                comptime for i in range(groups // 2):
+                    least = int16_pair_dot(least, tile.min_pair(i), sum_pair_of[E](record, i))
             sums[unsafe_offset=r] = with_block[E](
                 sums[unsafe_offset=r], totals[r], tile.factor(), least, tile.min_factor(), record
             )
@@ -185,11 +186,11 @@ struct RowProducts[E: Encoding, rows: Int](Unpacked):
         self.factors = factors
 
     @always_inline
-    def set_min_pairs(mut self, pairs: Array[Words, 4], factors: FloatVector):
+    def set_min_pairs[count: Int](mut self, pairs: Array[Words, count], factors: FloatVector):
         self.min_factors = factors
         comptime for r in range(Self.rows):
-            comptime for i in range(4):
-                self.least[r] = int16_pair_dot(self.least[r], pairs[i], sum_pair_of(self.record[r](), i))
+            comptime for i in range(count):
+                self.least[r] = int16_pair_dot(self.least[r], pairs[i], sum_pair_of[Self.E](self.record[r](), i))
 
 
 @always_inline
@@ -231,9 +232,10 @@ def quad_of(record: BytePointer, step: Int) -> Int32:
 
 
 @always_inline
-def sum_pair_of(record: BytePointer, index: Int) -> Int32:
-    """The sums of two groups of 32 elements (`RECORD_SUM_PAIRS`)."""
-    return record.unsafe_offset(RECORD_SUM_PAIRS).unsafe_bitcast[Int32]()[unsafe_offset=index]
+def sum_pair_of[E: Encoding](record: BytePointer, index: Int) -> Int32:
+    """The sums of two groups of a block of 256."""
+    comptime pairs = RECORD_SUM_PAIRS_16 if E.GROUP == 16 else RECORD_SUM_PAIRS_32
+    return record.unsafe_offset(pairs).unsafe_bitcast[Int32]()[unsafe_offset=index]
 
 
 @always_inline
@@ -252,9 +254,11 @@ def add_group[
     comptime if E.ROUNDS_BLOCKS:
         totals = product.fma(scales, totals)
     else:
-        comptime if E.HAS_MINS:  # both are integers below 2^24: their sum is exact
+        comptime if E.HAS_MINS and E.MINS_IN_STEPS:  # both are integers below 2^24: their sum is exact
             product = mins.fma(float_of(record, RECORD_SUMS, group), product)
         product *= scales
+        comptime if E.HAS_MINS and not E.MINS_IN_STEPS:
+            product = mins.fma(float_of(record, RECORD_SUMS, group), product)
         totals = product.fma(float_of(record, RECORD_SCALES, group), totals)
 
 

@@ -76,7 +76,9 @@ struct QuantisedRows(TrivialRegisterPassable):
                         var least = (pair >> UInt32(group % 4 // 2 * 16)) & 0xFFFF
                         values += tile.min_factor()[r] * least.cast[DType.float32]()
                 else:
-                    comptime if E.HAS_MINS and not E.OFFSET_BY_MINS:
+                    comptime if E.HAS_MINS and E.MINS_IN_STEPS and not E.OFFSET_BY_MINS:
                         values += tile.min(group)[r]
                     values *= tile.scale(group)[r]
+                    comptime if E.HAS_MINS and not E.MINS_IN_STEPS:
+                        values += tile.min(group)[r]
                 target.unsafe_store(4 * step, values)

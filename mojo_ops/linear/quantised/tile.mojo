@@ -22,7 +22,7 @@ comptime RAW_BYTES = MAX_BLOCK_BYTES // 4 * VECTOR_BYTES
 comptime Q_BYTES = STEPS * VECTOR_BYTES
 comptime CHUNK_LINES = 2
 """Cache lines that are prefetched while 16 bytes of 16 rows are transposed; as many more while they are multiplied."""
-comptime TILE_BYTES = Q_BYTES + (16 + 8 + 1) * VECTOR_BYTES
+comptime TILE_BYTES = Q_BYTES + (16 + 8 + 2) * VECTOR_BYTES
 
 
 trait Unpacked:
@@ -39,16 +39,16 @@ trait Unpacked:
         ...
 
     def set_min[group: Int](mut self, mins: FloatVector):
-        """Set what a group of 32 adds for each 1 of the sum of its x, in steps of its scale."""
+        """Set what a group of 32 adds for each 1 of the sum of its x, in steps of its scale or as it is."""
         ...
 
     def set_factor(mut self, factors: FloatVector):
         """Set what scales all groups of a block of 256."""
         ...
 
-    def set_min_pairs(mut self, pairs: Array[Words, 4], factors: FloatVector):
-        """The minimums of the groups of a block of 256, integers from 0 to 63 in the order of `RECORD_SUM_PAIRS`, and
-        what scales them."""
+    def set_min_pairs[count: Int](mut self, pairs: Array[Words, count], factors: FloatVector):
+        """The minimums of the groups of a block of 256, integers from 0 to 63 in the order of the pairs of their sums
+        of x (`RECORD_SUM_PAIRS_32`), and what scales them."""
         ...
 
 
@@ -92,10 +92,10 @@ struct Tile(TrivialRegisterPassable, Unpacked):
         return self.number(24)
 
     @always_inline
-    def set_min_pairs(mut self, pairs: Array[Words, 4], factors: FloatVector):
-        comptime for i in range(4):
+    def set_min_pairs[count: Int](mut self, pairs: Array[Words, count], factors: FloatVector):
+        comptime for i in range(count):
             self.set_number(16 + i, bitcast[DType.float32, DOT_ROWS](pairs[i]))
-        self.set_number(20, factors)
+        self.set_number(25, factors)
 
     @always_inline
     def min_pair(self, index: Int) -> Words:
@@ -103,7 +103,7 @@ struct Tile(TrivialRegisterPassable, Unpacked):
 
     @always_inline
     def min_factor(self) -> FloatVector:
-        return self.number(20)
+        return self.number(25)
 
     @always_inline
     def set_number(self, index: Int, numbers: FloatVector):

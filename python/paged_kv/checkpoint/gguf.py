@@ -119,9 +119,12 @@ class GgufCheckpoint:
         tensor = self.header.tensors.get(stored)
         if tensor is None:
             raise CheckpointError(f"{self.header.file}: tensor {stored} is missing")
-        known = (*_FLOATS, *GGUF_ENCODINGS) if len(tensor.shape) >= 2 and not name.endswith(".bias") else tuple(_FLOATS)
+        matrix = len(tensor.shape) >= 2 and not name.endswith(".bias")
+        known = (*_FLOATS, *GGUF_ENCODINGS) if matrix else tuple(_FLOATS)
         if tensor.encoding not in known:
             problem = f"has encoding {tensor.encoding}, expected one of {', '.join(known)}"
+            if matrix:
+                problem += ": download the model's Q4_K_M, Q8_0 or Q2_K file instead"
             raise CheckpointError(f"{self.header.file}: tensor {stored} {problem}")
         return tensor
 

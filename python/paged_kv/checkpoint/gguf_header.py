@@ -37,8 +37,15 @@ _LENGTH = struct.Struct("<Q")
 _ENCODINGS = {
     **{block.gguf: (name, block.elements, block.bytes) for name, block in TABLE.items() if block.gguf is not None},
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2),
-    # Common ones that are refused, by name.
-    3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
+    # Those that are refused, by name.
+    9: ("Q8_1", 32, 36), 15: ("Q8_K", 256, 292), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82),
+    24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 40: ("NVFP4", 64, 36),
+    41: ("Q1_0", 128, 18),
+    # Those that ggml no longer has.
+    4: ("Q4_2", 16, 10), 5: ("Q4_3", 16, 12), 31: ("Q4_0_4_4", 32, 18), 32: ("Q4_0_4_8", 32, 18),
+    33: ("Q4_0_8_8", 32, 18), 36: ("IQ4_NL_4_4", 32, 18), 37: ("IQ4_NL_4_8", 32, 18), 38: ("IQ4_NL_8_8", 32, 18),
 }  # fmt: skip
 """By their number in a file: name, elements of a block and its bytes."""
 

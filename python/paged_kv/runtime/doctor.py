@@ -169,9 +169,9 @@ def _quantised_in_words(target: str | None) -> str:
     else:
         kernel = "vpmaddubsw of 256 bits"
     return (
-        f"{kernel}, dense and of experts: {', '.join(GGUF_ENCODINGS)} (of GPT-OSS);"
-        " GPTQ, AWQ and compressed-tensors as Q4_0, Q8_0, INT4, INT8, dequantised at load where groups are no multiple"
-        " of 32 or out of order"
+        f"{kernel}, dense and of experts: {', '.join(GGUF_ENCODINGS)}; GPT-OSS's experts as MXFP4; GPTQ, AWQ and"
+        " compressed-tensors as Q4_0, Q8_0, INT4, INT8, dequantised at load where groups are no multiple of 32 or out"
+        " of order"
     )
 
 
