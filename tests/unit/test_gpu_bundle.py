@@ -106,7 +106,8 @@ def test_a_piece_larger_than_a_transfer_is_refused(tmp_path):
 
 KEYS = """
 import json, os, sys
-from benchmarks.gpu_bundle import graphs
+from benchmarks.gpu_bundle import families, graphs
+families.make_models(families.models_path())
 graphs.use_host_target(sys.argv[1], virtual=True)
 from max.dtype import DType
 from benchmarks import gpu_graphs
@@ -137,10 +138,13 @@ os._exit(0)
     ("device", "architecture", "attention"),
     [("gpu", "cuda sm_90a 0", "attention_bfloat16_bfloat16"), ("cpu", "", "pages_bfloat16_bfloat16")],
 )
-def test_the_hosts_processes_look_for_the_names_that_are_packed(device, architecture, attention):
+def test_the_hosts_processes_look_for_the_names_that_are_packed(device, architecture, attention, tmp_path):
     """A runtime asks for each graph under the digest that the bundle takes for it, for a CPU that any host has."""
     command = [sys.executable, "-c", KEYS, device]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    folders = {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT / "tests")}
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, env=os.environ | folders
+    )
     assert result.returncode == 0, result.stderr
     *listed, (tools, found, _) = map(json.loads, result.stdout.splitlines())
     assert tools.endswith(" for haswell")
@@ -148,7 +152,8 @@ def test_the_hosts_processes_look_for_the_names_that_are_packed(device, architec
     assert {"add_one", attention} <= {name for name, *_ in listed}
     for name, packed, asked in listed:
         assert packed == asked, name
-    assert len({digest for _, packed, _ in listed for digest in packed}) == len(listed)
+    digests = [digest for _, packed, _ in listed for digest in packed]
+    assert len(set(digests)) == len(digests) >= len(listed)
 
 
 def test_graphs_of_older_sources_are_left_out(tmp_path):
