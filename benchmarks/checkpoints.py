@@ -21,7 +21,7 @@ def write_folder(problem: StepProblem, folder: Path, dtype: str, ids: Mapping[st
     """The model in Hugging Face's format, in bfloat16 or float32.
 
     Args:
-        problem: Of a Llama without blocks.
+        problem: Sizes of a Llama without blocks.
         folder: It exists.
         dtype: The weights'.
         ids: Special tokens, by their names in config.json.

@@ -56,7 +56,7 @@ class Replayed:
     Args:
         model: What computes.
         texts: Each prompt with its answer; no two begin alike.
-        right: Of ten tokens in a row so many are the text's, which ones is drawn; the others are wrong.
+        right: How many of ten tokens in a row are the text's, which ones is drawn; the others are wrong.
     """
 
     def __init__(self, model: DecoderModel, texts: Sequence[Text], right: int = 10) -> None:

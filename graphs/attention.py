@@ -40,7 +40,7 @@ def attention(
     Args:
         alibi_slopes: `[Hq]` float32: adds `slope * token` to a scaled score.
         sinks: `[Hq]` float32: natural-log scores that join the softmax's denominator alone, and so the lse.
-        o_dtype: Of o: float32, float16 or bfloat16; q's where it is None.
+        o_dtype: The dtype of o: float32, float16 or bfloat16; q's where it is None.
         batch_invariant: Makes a row's result depend on nothing but the row, to the bit. GPU only.
         gpu_kernel: "best" is what `paged-kv doctor --explain` says, "plain" the kernel for any GPU, to compare with.
         arguments: `sm_scale`, `window_left`, `logits_soft_cap`, `q_scale`, `k_scale`, `v_scale`, `rope_theta` and

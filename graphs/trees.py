@@ -64,8 +64,8 @@ class TreeRows:
                 own; -1 where it follows the last cached token. Several rows may: a request can bring several trees.
             row_offsets: `[B + 1]` uint32: request `b` has rows `[row_offsets[b], row_offsets[b + 1])`.
             cache_lengths: `[B]` uint32: tokens that each request has in the cache.
-            window_left: Of the layers that these rows are for: a row sees the `window_left` positions before its own;
-                -1 for all.
+            window_left: The window of the layers that these rows are for: a row sees the `window_left` positions before
+                its own; -1 for all.
             largest_tree: Rows that a request with branches may have. Requests without branches, such as prompts, may
                 have any number: their rows need no mask.
 

@@ -37,7 +37,7 @@ class EngineProcess:
     Args:
         folder: A checkpoint; the logits after the short prompt and the log are written beside it.
         settings: As `vllm_engine.py` says.
-        environment: Of the process.
+        environment: The environment of the process.
 
     Raises:
         RuntimeError: the engine ended; here and in `step`.

@@ -128,7 +128,7 @@ def _model(device: str, folder: Path, pages: int, codes: Any) -> DecoderModel:
 
 
 def models_path() -> Path:
-    """Where the bundle has the models, in the cache folder."""
+    """The folder of the bundle's models, in the cache folder."""
     return cache_path() / "models"
 
 

@@ -70,8 +70,8 @@ def decode(steps: Sequence[DeviceStep], add_up: AddUp = lambda parts: parts) -> 
     """The hidden states after all layers, `[N, hidden]`, on each device.
 
     Args:
-        add_up: Of several devices, each of which computes its heads and its part of the MLP's inner dimension; what
-            they have in common is their sum (tensor parallelism).
+        add_up: Adds the parts of several devices, each of which computes its heads and its part of the MLP's inner
+            dimension; what they have in common is their sum (tensor parallelism).
     """
     config = steps[0].parameters.config
     rotaries = [_rotaries(step) for step in steps]

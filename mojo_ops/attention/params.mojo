@@ -12,8 +12,8 @@ struct AttentionRows[dtype: DType, o_dtype: DType = dtype, Masks: RowMasks = NoM
     """The rows of one call: the queries, their requests and lengths, and their outputs.
 
     Parameters:
-        dtype: Of q.
-        o_dtype: Of o.
+        dtype: The dtype of q.
+        o_dtype: The dtype of o.
         Masks: What rows see of their tokens beside their lengths.
     """
 

@@ -106,7 +106,7 @@ struct KVCachePair[dtype: DType, codes: Bool = False](TrivialRegisterPassable):
     """The K and V views of one call, checked against each other, and their page table.
 
     Parameters:
-        dtype: Of the storage.
+        dtype: The dtype of the storage.
         codes: Whether a head is codes and a scale (`../isa/codes.mojo`). The last dimension of the storage, and of a
             strided view, is then that of a stored head, that of `k` and `v` its elements.
     """

@@ -9,7 +9,7 @@ struct QuantisedKVCache[dtype: DType, kv_params: KVCacheStaticParams, page_size:
     """The pages of one layer's K or V, whose heads are codes and a scale (`README.md`, "Codes and scales").
 
     Parameters:
-        dtype: Of the memory of a format of codes (`../isa/codes.mojo`).
+        dtype: The dtype of the memory of a format of codes (`../isa/codes.mojo`).
         kv_params: KV heads and elements of a head, each known or `UNKNOWN_VALUE`.
         page_size: Slots in a page, or `UNKNOWN_VALUE`.
     """

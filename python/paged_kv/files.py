@@ -16,7 +16,7 @@ def open_regular(path: Path | str, *, follow: bool = True) -> IO[bytes]:
     """A regular file to read. It is opened first and looked at then, so that none can take its place in between.
 
     Args:
-        path: Of the file.
+        path: The path of the file.
         follow: Whether a symbolic link is followed; one in the last place of the path, otherwise, is an error.
 
     Raises:

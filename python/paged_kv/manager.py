@@ -36,8 +36,8 @@ class PagedKVCacheManager:
         dtype: A name, or a dtype of NumPy, torch, JAX or MAX. int8 and int4 are codes with a scale a token and KV head
             (docs/quantised-cache.md): `append` takes floats, and the last dimension of `kv_cache`, int8 or uint8, is
             the bytes of a head.
-        device: Of `kv_cache` and of the tokens that are appended: None or the CPU, or a GPU as torch names it ("cuda",
-            "cuda:1"). Page tables are on the host wherever the cache is: that is where `plan` takes them.
+        device: The device of `kv_cache` and of the tokens that are appended: None or the CPU, or a GPU as torch names
+            it ("cuda", "cuda:1"). Page tables are on the host wherever the cache is: that is where `plan` takes them.
         kind: "torch" or "numpy", what `kv_cache` and page tables are. By default torch where the program has imported
             it or the device is a GPU, else NumPy.
 

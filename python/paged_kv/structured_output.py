@@ -164,8 +164,8 @@ class StructureCompiler:
     """Compiles structures for one vocabulary.
 
     Args:
-        tokenizer: Of the model.
-        seconds: Of CPU time that a structure may take to be compiled, where it is tried out.
+        tokenizer: The tokenizer of the model.
+        seconds: The CPU time, in seconds, that a structure may take to be compiled, where it is tried out.
 
     Raises:
         ToolchainError: llguidance is not installed or older than 1.9, or cannot read the tokenizer.

@@ -26,7 +26,7 @@ pytestmark = [
 MAY_BE_LEGAL = (
     *("kv_layout", "q_data_type", "out", "uses_shared_paged_kv_idx", "seq_lens", "cum_seq_lens_q", "qo_indptr"),
 )
-"""Where some of the values are, so that the message names another argument, which no longer fits."""
+"""The places of some values, so that the message names another argument, which no longer fits."""
 TAKES_LISTS = r"tree_|accepted|packbits|fast_"
 OPTIONAL = ("custom_mask_buf", "mask_indptr_buf")
 SHAPES = ((), (0,), (0, 0), (0, 0, 0), (1, 0, 32), (0, 2, 16, 1, 32), (4, 2, 0, 1, 32))
@@ -40,7 +40,7 @@ def arrays_of(call: Call) -> dict[str, np.ndarray]:
 
 
 def fault(call: Call, parameter: str, thing: Any, *, refused: bool) -> str:
-    """What is wrong with a call of a bad value; "" where it works, or is refused as it should be."""
+    """Return what is wrong with a call of a bad value; "" where it works, or is refused as it should be."""
     try:
         call(**{parameter: thing})
     except PagedKVError as error:

@@ -1,5 +1,5 @@
-"""What attention calls refuse, written once for all of them: a typed error of one line that names argument, request and
-value, not a byte written, and the former plan as it was.
+"""The refusals of attention calls, written once for all of them: a typed error of one line that names argument, request
+and value, not a byte written, and the former plan as it was.
 
 A row breaks arguments of one kind, and holds for every call that has an argument of one of these names; `of` are the
 calls that alone say it so. A message's {name} is the argument, {indptr}, {indices} and {last} the call's page table.
@@ -59,7 +59,7 @@ class Row:
     """A regular expression of the calls' names; empty: all that have the argument."""
 
     def __str__(self) -> str:
-        """Of a test's id."""
+        """Return the words of a test's id."""
         return fault(self.said)
 
 
@@ -412,7 +412,7 @@ WRAPPERS = [
 ]  # fmt: skip
 
 ROWS = {"Decode.*Paged": "B", "Prefill|Sink|^BatchAttention": "qo_indptr[B]", "Shared|Cascade": "T"}
-"""What messages call the number of rows of a call; the last that fits counts."""
+"""The names that messages have for the number of rows of a call; the last that fits counts."""
 
 
 ON_THE_HOST = (
@@ -515,7 +515,7 @@ def results(call: Call, given: dict[str, Any]) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(("call", "name", "row", "place"), cells(CACHES + RUNS, runs(CALLS + IN_BUFFERS)))
 def test_run(call: Call, name: str, row: Row, place: str) -> None:
-    """What was planned is still there."""
+    """The plan is still there."""
     run, given = call.make(), call.arguments()
     run(**placed(place, given))
     written = results(call, given)

@@ -47,7 +47,7 @@ from support.stand_in import STAND_IN
 DECODE = ("decode", "decode", "decode graph", "single decode")
 PREFILL = ("paged", "paged", "paged graph", "ragged", "ragged graph", "single", "mixed")
 SCORE_ROUNDING = 2.0**-22
-"""Of a float32 score, in base 2: half a unit in the last place for the product, the scale, and the base."""
+"""The error of a float32 score, in base 2: half a unit in the last place for the product, the scale, and the base."""
 
 
 @dataclass(frozen=True)

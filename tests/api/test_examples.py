@@ -48,7 +48,7 @@ generate_batch, the same tokens: True
 mean key of each request and head: (2, 2, 64), error <1e-5>
 """,
 }
-"""What each prints; `<bound>` stands for a number that may not be greater."""
+"""The lines that each prints; `<bound>` stands for a number that may not be greater."""
 BOUND = re.compile("<(.*?)>")
 
 

@@ -1,4 +1,4 @@
-"""What the first execution of a process leaves behind."""
+"""The threads that the first execution of a process leaves behind."""
 
 import subprocess
 import sys

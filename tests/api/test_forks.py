@@ -10,7 +10,7 @@ pytestmark = pytest.mark.usefixtures("decode_variants")  # on disk, for the prog
 
 PROGRAM = Path(__file__).parents[1] / "support" / "forking.py"
 SECONDS = 300
-"""Of one program, which takes two to four. A child without MAX's threads would wait for ever."""
+"""The time of one program, which takes two to four. A child without MAX's threads would wait for ever."""
 
 RIGHT = "128.0"
 

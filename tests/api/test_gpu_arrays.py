@@ -1,4 +1,4 @@
-"""What is special to arrays on a GPU, without one: torch tensors on the CPU stand in for them.
+"""The behaviour that is special to arrays on a GPU, without one: torch tensors on the CPU stand in for them.
 
 What a GPU shares with the host is tried there too by the tests of tests/api whose parameter is "gpu", and by
 test_drawn.py. What only a GPU can show (streams, kernels) is in tests/gpu; the kernels run in tests/gpu/model.
@@ -152,7 +152,7 @@ def rows_of(shape: tuple[int, ...], dtype: str = "float32") -> np.ndarray:
 
 @pytest.mark.usefixtures("stand_in")
 def test_rows_without_a_place_are_skipped():
-    """Of index arrays on a GPU: a full last page, a page that the pool has not, more rows than tokens."""
+    """Faults in index arrays on a GPU: a full last page, a page that the pool has not, more rows than tokens."""
     rows = torch.ones(3, 2, 8)
     cache = torch.zeros(6, 2, 4, 2, 8)
     table = torch.tensor([[4, 1, -1], [6, -1, -1], [-1, -1, -1]])
@@ -168,7 +168,7 @@ def test_rows_without_a_place_are_skipped():
 
 @pytest.mark.usefixtures("stand_in")
 def test_offsets_past_the_page_ids_read_nothing_there():
-    """Of index arrays on a GPU, whose values stay unread: a row that the table sends past `kv_indices` is skipped."""
+    """Values of index arrays on a GPU stay unread: a row that the table sends past `kv_indices` is skipped."""
     rows = torch.ones(3, 2, 8)
     cache = torch.zeros(6, 2, 4, 2, 8)
     table = [torch.tensor(values) for values in ([4, 1], [0, 9, -3], [4, 4])]  # indices, indptr, last_page_len

@@ -33,7 +33,7 @@ def tokens(seed: int, *shape: int) -> np.ndarray:
 
 
 def held(of: PagedKVCacheManager, request_id) -> np.ndarray:
-    """What a request's pages hold, `[2, length, Hk, D]`."""
+    """Return what a request's pages hold, `[2, length, Hk, D]`."""
     pages = as_numpy(of.get_page_table(request_id), "pages")
     both = as_numpy(of.kv_cache, "kv_cache")[pages].swapaxes(0, 1)
     return both.reshape(2, -1, 2, 8)[:, : of.get_seq_len(request_id)]

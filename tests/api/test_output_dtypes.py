@@ -40,7 +40,7 @@ def test_float8_queries(q_dtype: str, kv_dtype: str, o_dtype: str | None) -> Non
 
 
 def test_an_output_of_another_dtype_is_rounded_once() -> None:
-    """Of bfloat16 queries: float32, and float8 and bfloat16 rounded from it."""
+    """Results of bfloat16 queries: float32, and float8 and bfloat16 rounded from it."""
     cache = build(CacheCase((17, 0, 48, 5), rank=5, dtype="bfloat16"))
     found = {}
     for dtype in ("float32", "float8_e4m3fn", "bfloat16"):

@@ -38,7 +38,7 @@ NOT_RUN = {
 ANOTHER_TERMINAL = re.compile(r"^# .*another terminal.*\n", re.MULTILINE)
 """The commands before it start a server, and those after it ask it."""
 PRINTED = re.compile(r"^ *print\(.*\)  # (.+)$", re.MULTILINE)
-"""What a page says that a call prints, up to a colon."""
+"""The words by which a page says that a call prints, up to a colon."""
 
 
 def is_run(block: Block) -> bool:

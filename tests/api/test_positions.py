@@ -1,5 +1,5 @@
-"""Where rows stand, in the wrappers that test_drawn.py leaves out: positions are absolute, and negative where a request
-has more rows than tokens.
+"""The positions of rows, in the wrappers that test_drawn.py leaves out: positions are absolute, and negative where a
+request has more rows than tokens.
 
 One flat context a request, in float64, is the truth for all: row i of n over L tokens stands at `L - n + i`. The tokens
 of a cascade are cut out of the same contexts.

@@ -1,4 +1,4 @@
-"""What attention calls hand back and what they leave alone, written once for all of them."""
+"""The results of attention calls, and the arrays that they leave alone, written once for all of them."""
 
 import re
 from typing import Any

@@ -44,7 +44,7 @@ def plan(wrapper: BatchDecodeWithPagedKVCacheWrapper, which: int) -> None:
 
 
 class Job:
-    """What one thread runs: its own query, cache, scales and outputs, and what each plan gives for them."""
+    """The work that one thread runs: its own query, cache, scales and outputs, and what each plan gives for them."""
 
     def __init__(self, seed: int) -> None:
         rng = np.random.default_rng(seed)

@@ -53,7 +53,7 @@ def contents(found: Any) -> list[Any]:
 
 
 def outcome(call: Call) -> list[Any]:
-    """What a call with torch's tensors returns and writes, and a run of what it planned."""
+    """Return what a call with torch's tensors returns and writes, and a run of what it planned."""
     function, given = call.make(), {name: tensors(one) for name, one in call.arguments().items()}
     found = function(*given.pop("args", ()), **given)
     of_plan = call.runs(function.__self__) if call.runs else None

@@ -37,7 +37,7 @@ def by_views(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def results(stored: torch.dtype, bytes_of_head: int = DIM) -> list[torch.Tensor]:
-    """What the operators give, and a cache that was written."""
+    """Return what the operators give, and a cache that was written."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -170,7 +170,7 @@ def test_rows_of_an_append_that_lie_in_the_cache() -> None:
 
 
 def test_what_a_kernel_refuses_is_an_error_and_nothing_is_written() -> None:
-    """What Python does not let through: a length that is negative, a result of another dtype."""
+    """Values that Python does not let through: a length that is negative, a result of another dtype."""
     q, o, lse, k = torch.ones(1, 1, 8), torch.full((1, 1, 8), 7.0), torch.full((1, 1), 7.0), torch.ones(1, 1, 1, 8)
     batch, lengths, table = np.zeros(1, np.int32), np.array([-3], np.int32), np.zeros((1, 1), np.uint32)
     options, none = np.array([1, 0, 1, 0, 1], np.float32), np.zeros(0, np.float32)

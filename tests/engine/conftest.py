@@ -1,4 +1,4 @@
-"""What the tests of the command share: the demo's checkpoint, a copy of it to damage, another configuration."""
+"""Fixtures of the tests of the command: the demo's checkpoint, a copy of it to damage, another configuration."""
 
 import shutil
 

@@ -12,7 +12,7 @@ COMPILING = "compiling the decode step"
 
 
 def generate(folder, caches, *args):
-    """What a process with a cache folder of its own says on stdout and stderr."""
+    """Return what a process with a cache folder of its own says on stdout and stderr."""
     command = [sys.executable, "-c", "from paged_kv.cli import main; main()", "generate", "--model", folder]
     command += ["--prompt", "Once upon a time", "--max-new-tokens", "8", *args]
     environment = {**os.environ, "XDG_CACHE_HOME": str(caches), "MODULAR_CACHE_DIR": str(caches / "max")}

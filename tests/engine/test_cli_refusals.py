@@ -1,4 +1,4 @@
-"""What `paged-kv generate` refuses: one line on stderr that names the fault, exit status 2, and no traceback."""
+"""The refusals of `paged-kv generate`: one line on stderr that names the fault, exit status 2, and no traceback."""
 
 import json
 import os

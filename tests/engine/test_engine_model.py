@@ -23,7 +23,7 @@ PAGE_SIZE = 5
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "head_dim": 16, "num_key_value_heads": 2}
 SLOTS = 400
 BYTES = {"int8": 20, "int4": 12}
-"""Of a head of 16 elements and its scale."""
+"""The bytes of a head of 16 elements and its scale."""
 OTHERS = {"model": "rotated", "rotated": "model", "int8": "int4", "int4": "int8"}
 """Each model, and one whose pages mean something else."""
 

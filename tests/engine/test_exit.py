@@ -33,7 +33,7 @@ def build(module, names):
 compile_graphs(default_runtime().session, ["plus_one"], build)
 """
 SECONDS = 600
-"""Of one program: three seconds, or thirty where MAX's own cache is empty."""
+"""The time of one program: three seconds, or thirty where MAX's own cache is empty."""
 
 
 def test_a_process_that_ends_after_a_compile():

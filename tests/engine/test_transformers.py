@@ -80,7 +80,7 @@ PROMPTS = [np.random.default_rng(n).integers(2, 256, n).tolist() for n in (1, 2,
 NEW_TOKENS = 10
 BLOCKS = ContinuousBatchingConfig(num_blocks=8, page_size=16)
 TOLERANCE = 1e-3
-"""Of the logarithm of a probability, in float32."""
+"""The tolerance of the logarithm of a probability, in float32."""
 
 
 @pytest.fixture(autouse=True, scope="module")

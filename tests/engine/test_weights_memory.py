@@ -1,4 +1,4 @@
-"""What loading a checkpoint takes of memory: weights are mapped, and a conversion holds one copy."""
+"""The memory that loading a checkpoint takes: weights are mapped, and a conversion holds one copy."""
 
 import gc
 import subprocess

@@ -1,4 +1,4 @@
-"""Which kernel a call of attention gets on a GPU, from what the kernels' READMEs say: not from their code."""
+"""The kernel that a call of attention gets on a GPU, from what the kernels' READMEs say: not from their code."""
 
 
 def hopper_refusal(q_dtype: str, kv_dtype: str, head_dim: int, group: int, page_size: int) -> str:
@@ -39,9 +39,9 @@ def attention_kernel(
     """The kernel of a call without masks and rotary keys, over storage whose pages begin at multiples of 16 bytes.
 
     Args:
-        architecture: Of the GPU.
-        q_dtype: Of q.
-        kv_dtype: Of the cache.
+        architecture: The architecture of the GPU.
+        q_dtype: The dtype of q.
+        kv_dtype: The dtype of the cache.
         head_dim: D.
         group: Query heads a KV head.
         page_size: Slots of a page.

@@ -33,7 +33,7 @@ CALLS: list[Any] = [
     *(TorchAttention(), TorchAttention(), TorchAppend(), TorchGather(), TorchLinear()),
 ]
 MOST_CHARACTERS = 1500
-"""Of an error's message."""
+"""The longest line of an error's message."""
 
 
 class Wrong(Exception):
@@ -55,7 +55,7 @@ class Case:
         return f"{self.call.name}: {'; '.join(self.done) or 'as it should be'}"
 
     def run(self) -> str:
-        """Whether it was "right" or "refused"."""
+        """Return whether it was "right" or "refused"."""
         if isinstance(self.call, Pool | Manager):
             self.call.run(self._rng(1))
             return "right"

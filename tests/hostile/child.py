@@ -39,7 +39,7 @@ def main(seed: int, first: int, last: int, log: TextIO) -> None:
 
 
 def outcome(case: Case) -> dict[str, Any]:
-    """Whether a case was "right" or "refused", or what is "wrong" with it."""
+    """Return whether a case was "right" or "refused", or what is "wrong" with it."""
     try:
         return {"was": case.run()}
     except Wrong as error:

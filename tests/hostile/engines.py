@@ -108,7 +108,7 @@ class EngineRun:
         assert max(rows, default=0) <= self.max_running, "more rows than max_running"
 
     def attempt(self, call: Any) -> Any:
-        """What a call returns; None where the model failed or it was refused."""
+        """Return what a call returns; None where the model failed or it was refused."""
         try:
             return call()
         except PagedKVError as error:

@@ -48,7 +48,7 @@ class Memory:
         return view
 
     def contents(self) -> list[bytes]:
-        """Of all blocks, from the address that 64 divides."""
+        """The bytes of all blocks, from the address that 64 divides."""
         found = []
         for block in self.blocks:
             start = -block.ctypes.data % 64
@@ -58,7 +58,7 @@ class Memory:
 
 @dataclass
 class Argument:
-    """What a call gets for one of its parameters."""
+    """An array that a call gets for one of its parameters."""
 
     value: Any
     view: np.ndarray | None = None
@@ -66,7 +66,7 @@ class Argument:
     kind: str = "plain"
     """"numpy", "torch", "max" or "jax" of an array."""
     is_index: bool = False
-    """Whether it holds offsets, page ids, lengths or positions, in any integer dtype."""
+    """It holds offsets, page ids, lengths or positions, in any integer dtype."""
 
 
 def as_kind(view: np.ndarray, kind: str) -> Any:
@@ -116,7 +116,7 @@ def values(result: Any) -> np.ndarray:
 
 
 def overlaps_itself(view: np.ndarray) -> bool:
-    """Whether two elements of a small view share a byte."""
+    """Return whether two elements of a small view share a byte."""
     at = np.zeros((1,) * view.ndim, np.int64)
     for axis, (size, stride) in enumerate(zip(view.shape, view.strides, strict=True)):
         at = at + (np.arange(size) * stride).reshape([-1 if a == axis else 1 for a in range(view.ndim)])
@@ -125,7 +125,7 @@ def overlaps_itself(view: np.ndarray) -> bool:
 
 
 def share(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two views share a byte; of large ones whether their ranges do."""
+    """Return whether two views share a byte; of large ones whether their ranges do."""
     if max(a.size, b.size) > 10**6:
         return np.may_share_memory(a, b)
     return np.shares_memory(a, b)

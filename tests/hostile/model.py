@@ -1,4 +1,4 @@
-"""What the calls must do, in NumPy and float64, from the arguments as they were given; `Invalid` where there is none.
+"""The calls' right results, in NumPy and float64, from the arguments as they were given; `Invalid` where there is none.
 
 Written from the documentation, with nothing of the package but formulas of its oracle: an answer that it gives for
 arguments that are `Invalid` is wrong, whatever it is.
@@ -23,7 +23,7 @@ TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2, "float8_e4m3fn"
 
 
 CODES = (np.dtype(np.int8), np.dtype(np.uint8))
-"""Of caches of int8 and int4 codes."""
+"""The formats of caches of int8 and int4 codes."""
 
 
 class Invalid(Exception):
@@ -67,7 +67,7 @@ def elements_of(side: np.ndarray) -> int:
 
 
 def numbers_of(side: np.ndarray) -> np.ndarray:
-    """What the stored heads stand for."""
+    """Return what the stored heads stand for."""
     if side.dtype not in CODES:
         return side
     elements_of(side)
@@ -212,7 +212,7 @@ class Table:
 
 
 def written(*written: np.ndarray, others: tuple[np.ndarray, ...] = ()) -> None:
-    """What is written has to be writable, and no two places of it may be one; nor may it be one of `others`."""
+    """Written memory has to be writable, and no two places of it may be one; nor may it be one of `others`."""
     for i, view in enumerate(written):
         require(view.flags.writeable, "read-only")
         require(view.size <= 10**7 and not overlaps_itself(view), "written twice")
@@ -222,11 +222,11 @@ def written(*written: np.ndarray, others: tuple[np.ndarray, ...] = ()) -> None:
 
 @dataclass
 class RowMask:
-    """What a query row sees of its request's tokens."""
+    """Return what a query row sees of its request's tokens."""
 
     request: int
     position: int
-    """Where the row stands, token j being at j; negative before the first."""
+    """Return where the row stands, token j being at j; negative before the first."""
     mask: np.ndarray | None = None
     """`[L]` bool; None: all."""
 
@@ -329,7 +329,7 @@ def certainty(x: np.ndarray, error: np.ndarray, top: float, sink: float) -> floa
 
 
 def least(dtype: np.dtype[Any]) -> float:
-    """What an element may be off by whatever its size: numbers below 1.2e-38 count as 0; float16 has steps of 6e-8."""
+    """Return the error of an element of any size: numbers below 1.2e-38 count as 0; float16 has steps of 6e-8."""
     return 2e-7 if dtype == np.float16 else 3e-38
 
 

@@ -120,7 +120,7 @@ NO_ARRAYS: dict[str, Callable[[], Any]] = {
     "torch complex": lambda: torch.zeros(4, 4, 32, dtype=torch.complex64),
     "a negated view": lambda: torch.zeros(4, 4, 32, dtype=torch.complex64).conj().imag,
 }
-"""What stands where an array belongs and is none, or none of this package's: refused everywhere."""
+"""Objects where an array belongs that are none, or none of this package's: refused everywhere."""
 
 
 def objects() -> list[Callable[[], Any]]:

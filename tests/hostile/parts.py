@@ -1,4 +1,4 @@
-"""What the calls of attention share: how their arguments are drawn, and how the model reads them."""
+"""The parts that calls of attention share: how their arguments are drawn, and how the model reads them."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def outputs(given: Arguments, state: State, o: Expected, lse: Expected, *others:
 
 
 def dtypes_planned(given: Arguments) -> list[str]:
-    """Of q and of the cache."""
+    """The dtypes of q and of the cache."""
     found: list[Any] = [dtype_named(given[name].value) for name in ("q_data_type", "kv_data_type")]
     found[1] = found[0] if given["kv_data_type"].value is None else found[1]
     require(found[0] in FLOATS + FLOAT8 and found[1] in FLOATS + FLOAT8, "dtypes")

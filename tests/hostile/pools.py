@@ -34,7 +34,7 @@ def check(condition: Any, what: str) -> None:
 
 
 def attempt(call: Any, *arguments: Any) -> tuple[bool, Any]:
-    """Whether a call returned, and what; a typed error is no return, any other one is raised."""
+    """Return whether a call returned, and what; a typed error is no return, any other one is raised."""
     try:
         return True, call(*arguments)
     except PagedKVError as error:

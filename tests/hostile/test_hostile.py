@@ -42,7 +42,7 @@ def test_hostile_calls_are_right_or_refused(cases: tuple[int, int, int], tmp_pat
 
 
 def run(seed: int, first: int, last: int, log: Path) -> tuple[list[str], Counter[str]]:
-    """What is wrong with the cases from `first` to `last`, and how many were "right" and "refused".
+    """Return what is wrong with the cases from `first` to `last`, and how many were "right" and "refused".
 
     They run in as many processes as they bring down.
     """

@@ -1,4 +1,4 @@
-"""What is done to one argument of a valid call. Each transformation returns a label, or None where it does not apply.
+"""The changes to one argument of a valid call. Each transformation returns a label, or None where it does not apply.
 
 Those of `BENIGN` leave a call valid that has to work; after any other one a typed error is as good as the right answer.
 """
@@ -22,7 +22,7 @@ as_strided = np.lib.stride_tricks.as_strided
 
 @dataclass(frozen=True)
 class Change:
-    """Where a transformation works: the argument, the others, and what it draws from."""
+    """The place where a transformation works: the argument, the others, and what it draws from."""
 
     rng: Rng
     memory: Memory

@@ -19,7 +19,7 @@ comptime CONFIG_BYTES = 64
 comptime THREAD_BYTES = 2**14
 """Address space of a thread's registers: whole memory pages."""
 comptime FIRST_THREAD = 2**44
-"""Where the registers of thread 0 would lie. Linux places nothing there by itself, and has up to 2^22 thread numbers."""
+"""Address of thread 0's registers, if it had some. Linux places nothing there by itself, and has 2^22 thread numbers."""
 
 comptime BytePointer = Pointer[UInt8, MutUntrackedOrigin]
 comptime FloatRow = SIMD[DType.float32, 16]

@@ -24,7 +24,7 @@ def test_ops():
 
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def test_prefetches_are_spread_over_the_products(tmp_path):
-    """What tests/mojo checks of AMX's kernels, which is nothing where there is no AMX."""
+    """Run the checks of AMX's kernels of tests/mojo, which are none where there is no AMX."""
     folder = amx_emulation.copy_package(tmp_path).parent
     result = mojo("run", "-I", folder, "-I", TESTS, TESTS / "test_prefetch.mojo")
     assert result.returncode == 0, result.stdout + result.stderr

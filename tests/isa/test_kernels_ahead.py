@@ -44,7 +44,7 @@ def kernels(tmp_path_factory):
 
 
 def call(kernels, cache, *masked):
-    """What a process of its own, whose CPU lacks the flags `masked`, says of its first call."""
+    """Return what a process of its own, whose CPU lacks the flags `masked`, says of its first call."""
     out, messages = kernels_ahead.run(CALL, kernels, cache, *masked)
     return out.strip(), messages
 

@@ -106,7 +106,7 @@ def assert_likeliest(folder, answers, tie):
 
 
 def assert_refusals(post):
-    """What MAX lets through and no step computes is refused, and the server goes on."""
+    """A field that MAX lets through and no step computes is refused, and the server goes on."""
     for prompt, message in ([[]], "no tokens"), ([5, 100_000], "token 100000, the vocabulary is 0 to"):
         status, answer = post(prompt=prompt)
         assert status == 400, answer

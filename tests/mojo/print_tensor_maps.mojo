@@ -16,7 +16,7 @@ comptime ADDRESS = 1 << 40
 
 
 def make_maps[dtype: DType, swizzle: TensorMapSwizzle](ctx: DeviceContext, page_size: Int, heads: Int, dim: Int) raises:
-    """Of `[page, slot, head, dim]` and of `[page, head, slot, dim]`."""
+    """Print the maps of `[page, slot, head, dim]` and of `[page, head, slot, dim]`."""
     var first = Pointer[Scalar[dtype], MutUntrackedOrigin](unsafe_from_address=ADDRESS)
     var shape = IndexList[4](PAGES, page_size, heads, dim)
     var page = page_size * heads * dim

@@ -1,4 +1,4 @@
-"""What the tests share: addresses without origins, and where a cell must lie."""
+"""Helpers of the tests: addresses without origins, and where a cell must lie."""
 
 from std.utils import IndexList
 
@@ -74,7 +74,7 @@ struct Storage(TrivialRegisterPassable):
         return self.pages * halves * layers * self.page_size * self.heads * self.dim
 
     def cell(self, page: Int, slot: Int, head: Int, dim: Int) -> Int:
-        """Where an element lies: the axes of the array from the outermost to the innermost, without any stride."""
+        """Return an element's place: the axes of the array from the outermost to the innermost, without any stride."""
         var at = page
         if self.rank >= 5:
             at = at * 2 + (1 if self.is_value else 0)
@@ -87,7 +87,7 @@ struct Storage(TrivialRegisterPassable):
         return at * self.dim + dim
 
     def strides(self) -> PageStrides:
-        """What the package says about the same view."""
+        """Return what the package says about the same view."""
         if self.hnd:
             return self._strides["HND"]()
         return self._strides["NHD"]()

@@ -1,4 +1,4 @@
-"""Which calls the Hopper kernel leaves to the generic one, and that each gets its reason."""
+"""The calls that the Hopper kernel leaves to the generic one, and that each gets its reason."""
 
 from std.testing import TestSuite, assert_equal, assert_true
 from std.utils import IndexList
@@ -23,8 +23,8 @@ def reason[
     shift: Int = 0,
     head_pad: Int = 0,
 ) raises -> String:
-    """Of a call over an NHD cache, `shift` bytes into aligned memory: `pad` elements after each slot, `head_pad` after
-    each head."""
+    """Return the reason for a call over an NHD cache, `shift` bytes into aligned memory: `pad` elements after each
+    slot, `head_pad` after each head."""
     var memory = List[UInt8](length=256, fill=0)
     var aligned = untracked_mutable(memory).unsafe_offset(-Int(memory.unsafe_ptr()) % 16)
     var numbers = aligned.unsafe_bitcast[Float32]()

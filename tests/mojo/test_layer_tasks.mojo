@@ -11,7 +11,7 @@ comptime GUARD = 64
 
 
 def visits(rows: Int, row_elements: Int, workers: Int) -> List[Int32]:
-    """How often each row, and each index past the last one, was in a task."""
+    """Return how often each row, and each index past the last one, was in a task."""
     var counts = List[Int32](length=rows + GUARD, fill=0)
     var at = untracked_mutable(counts)
 

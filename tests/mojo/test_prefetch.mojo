@@ -103,7 +103,7 @@ def test_no_row_is_no_work() raises:
 
 
 def test_rows_of_all_heads_have_room() raises:
-    """What the matrix tiles list where heads are apart: the K of a tile, and the first V after it, a head a row."""
+    """The matrix tiles list where heads are apart: the K of a tile, and the first V after it, a head a row."""
     for kv_heads in [1, 3, 4, 9]:
         var heads = HeadLayout(kv_heads, 1, 64, 64, KV_TILE_TOKENS * 64, KV_TILE_TOKENS * 64, 64, 64, 64)
         var workspace = SegmentWorkspace(heads, 1, 0)

@@ -122,7 +122,7 @@ def test_threads_change_no_bit() raises:
 
 
 def test_no_more_prefetches_than_planned() raises:
-    """Of every number of queries, with all tokens of a step seen."""
+    """Check every number of queries, with all tokens of a step seen."""
     for queries in range(1, PREFILL_MAX_QUERIES + 1):
         var calls = 0
         var m = 0

@@ -1,4 +1,4 @@
-"""Which tokens a row sees: the bits of masks, windows and lengths, 32 tokens at once, against one token at a time."""
+"""The tokens that a row sees: bits of masks, windows and lengths, 32 tokens at once against one token at a time."""
 
 from std.testing import TestSuite, assert_equal
 

@@ -147,7 +147,7 @@ def test_merge_of_parts_is_the_whole() raises:
 
 
 def test_merge_of_normalised_parts() raises:
-    """What merges outputs that are already divided by their sums: only the lse is known of them."""
+    """A merge of outputs that are already divided by their sums: only the lse is known of them."""
     var all = scores()
     for cut in [0, 1, 20, 40]:
         var merged = Part(all, 0, 0)

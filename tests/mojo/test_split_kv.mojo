@@ -31,7 +31,7 @@ def tokens_of(length: Int, window_left: Int = -1) -> RowTokens:
 
 
 def plan(rows: List[RowTokens], bounds: ScheduleBounds) raises -> List[SplitItem]:
-    """What the device computes, one row after the other."""
+    """Compute as the device does, one row after the other."""
     var total = Int32(0)
     for row in rows:
         total += row.tiles()
@@ -184,7 +184,7 @@ def test_a_fixed_split_depends_on_the_row_alone() raises:
 
 
 def test_a_row_as_long_as_the_table_keeps_the_fixed_bounds() raises:
-    """What shapes alone give is enough for the longest row of each capacity, and for all of a batch of them."""
+    """The workspace that shapes give is enough for the longest row of each capacity, and for a batch of them."""
     for tiles in range(1, 1200):
         var length = tiles * SPLIT_TILE_TOKENS - tiles % 3
         for rows in [1, 3]:
@@ -193,7 +193,7 @@ def test_a_row_as_long_as_the_table_keeps_the_fixed_bounds() raises:
 
 
 def test_the_memory_of_a_pass_is_bounded() raises:
-    """Of any shapes; and no pass is smaller than it must be."""
+    """The passes cover any shapes, and no pass is smaller than it must be."""
     for capacity in [0, 1, 1024, 1025, 5000, 65536, 131072, CAPACITY]:
         for heads in [1, 8, 32, 128]:
             for dim in [8, 128, 512]:

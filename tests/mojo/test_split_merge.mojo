@@ -128,7 +128,7 @@ def test_results_are_used_again() raises:
 
 
 def test_lines_are_not_shared() raises:
-    """What two tasks write lies in different cache lines: values, states, counters."""
+    """The results of two tasks lie in different cache lines: values, states, counters."""
     var split_results = SplitResults(3, 2, 5, PADDED)
     for index in range(4):
         assert_equal(Int(split_results.acc_of(index)) % 64, 0)

@@ -103,7 +103,7 @@ def integers(ctx: DeviceContext, count: Int) raises -> DeviceBuffer[DType.bfloat
 
 
 def check[heads: Int, exchange_a: Bool = False, exchange_b: Bool = False](ctx: DeviceContext) raises -> Bool:
-    """Whether both products are right, bit for bit."""
+    """Return whether both products are right, bit for bit."""
     comptime Map = SharedMemoryMap[DType.bfloat16, DIM, heads]
     var tile = integers(ctx, WGMMA_TILE_TOKENS * DIM)
     var query = integers(ctx, heads * DIM)

@@ -16,7 +16,7 @@ from support.harness import refused
 
 CPU = DeviceRef.CPU()
 PAIRS = (("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16"))
-"""Of x and of w."""
+"""The dtypes of x and of w."""
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 
 

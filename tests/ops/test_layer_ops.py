@@ -117,7 +117,7 @@ def test_a_row_that_is_not_there_is_refused(row, at):
 
 
 def test_a_row_is_found_past_4_gib():
-    """Of an array that is 4 GiB of addresses, of which one page is ever written."""
+    """Write a page of an array that is 4 GiB of addresses, of which one page is ever written."""
     x = np.zeros((2**28 + 8, 4), np.float32)
     x[2**28 + 5] = 1, 2, 3, 4
     assert_bits_equal(execute("take_float32", x, np.array([2**28 + 5], np.int32)), x[-3:-2], what="y")

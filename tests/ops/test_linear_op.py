@@ -20,7 +20,7 @@ from support.harness import refused
 
 CPU = DeviceRef.CPU()
 SUM_ERROR = 2.0**-21
-"""Of the sum of |x||w|: how far a float32 sum may be off, whatever its order."""
+"""A part of the sum of |x||w|: how far a float32 sum may be off, whatever its order."""
 ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 """The sum is rounded once, to x's dtype."""
 TINIEST = {"float32": 0.0, "bfloat16": 0.0, "float16": 2.0**-24}

@@ -1,4 +1,4 @@
-"""What the op of attention with masks refuses, and in which words."""
+"""The refusals of attention with masks, with their words."""
 
 from typing import Any
 

@@ -189,7 +189,7 @@ def test_branches_of_a_tree_are_sequences_of_their_own(pair):
 
 
 OPTIONS = {"rope_theta": 1e4}, {"window_left": 90}, {"alibi_slopes": np.linspace(-0.02, 0.02, 8)}
-"""Of which each depends on positions."""
+"""Options that each depends on positions."""
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options)))

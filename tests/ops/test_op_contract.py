@@ -1,4 +1,4 @@
-"""What the ops refuse when they run: a ValueError of one line that names argument, request and value.
+"""The refusals of the ops when they run: a ValueError of one line that names argument, request and value.
 
 After each refusal every byte of the cache is as it was, the NaN in unused memory included. Each op is first seen to
 accept the call that the refused ones are made from, so a refusal is due to the one thing that was changed.

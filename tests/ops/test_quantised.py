@@ -25,7 +25,7 @@ from support.harness import refused
 MIXED = ("Q4_K", "Q6_K", "Q8_0")
 """Encodings of three weights of one x, of both ways to round it."""
 EXPERTS = ("Q4_0", "Q4_K", "MXFP4", "INT4")
-"""Of stacks: small and large blocks, blocks that begin at any byte, and zeros. Products know nothing of stacks."""
+"""Stacks: small and large blocks, blocks that begin at any byte, and zeros. Products know nothing of stacks."""
 BY_SIZE = {size: [each for each in ENCODINGS if block_elements(each) == size] for size in (32, 256)}
 """Encodings by the elements of a block. A library of kernels takes 10 s to build, so those of a size share one."""
 ROWS = (1, 2, 3, 4, 5, 8, 16, 17, 64, 100)
@@ -150,7 +150,7 @@ def test_extreme_blocks(encoding):
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_extreme_activations(encoding):
-    """Of each row on its own: tiny ones, which are as good as zero, ties, largest ones, and what is not finite."""
+    """The scale is each row's own: tiny ones, which are as good as zero, ties, largest ones, and what is not finite."""
     blocks = random_blocks(encoding, 33, 512)
     for value in (1e-45, 1e-38, 3e-7, 1.0, 8e6):
         check(np.full((3, 512), value, np.float32), blocks, encoding)

@@ -18,7 +18,7 @@ from support.ray_load import App
 
 KILLS = int(os.environ.get("PAGED_KV_RAY_KILLS", "4"))
 ROWS = int(os.environ.get("PAGED_KV_RAY_ROWS", "320"))
-"""What CI does; docs/scaling.md has what came of 50 and 2000."""
+"""The size that CI runs; docs/scaling.md has what came of 50 and 2000."""
 NODE = {"num_cpus": 1, "object_store_memory": 100 << 20}
 PATIENT = {
     "RAY_raylet_start_wait_time_s": "120",
@@ -86,11 +86,11 @@ def start(cluster: Cluster) -> Iterator[type[App]]:
 
 @pytest.fixture(scope="session")
 def kills() -> int:
-    """How many replicas are killed."""
+    """Return how many replicas are killed."""
     return KILLS
 
 
 @pytest.fixture(scope="session")
 def offline_rows() -> int:
-    """How many rows are computed offline."""
+    """Return how many rows are computed offline."""
     return ROWS

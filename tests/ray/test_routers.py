@@ -1,4 +1,4 @@
-"""What all routers keep; no cluster is needed."""
+"""The rules that all routers keep; no cluster is needed."""
 
 import asyncio
 from itertools import combinations

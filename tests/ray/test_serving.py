@@ -89,7 +89,7 @@ def test_a_request_is_answered_as_in_one_process(start, tmp_path):
 
 
 def test_the_pool_is_that_of_all_replicas(start):
-    """Of one replica as of one process; of two together, and each request by its replica."""
+    """The metrics of one replica are those of one process; those of two together, and each request by its replica."""
     app = start(replicas=1)
     pool = app.url.removesuffix("/v1") + "/pool"
     with served() as here:

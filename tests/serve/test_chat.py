@@ -171,7 +171,7 @@ def test_without_tools_a_call_is_text():
 
 
 def test_a_conversation_with_calls_and_their_results(tools):
-    """What the server said goes back as the client has it, with the tools' results behind it."""
+    """The server's message goes back as the client has it, with the tools' results behind it."""
     messages = [{"role": "user", "content": "What is the weather?"}]
     for _ in range(2):
         options = {

@@ -11,7 +11,7 @@ from paged_kv.engine import Sampling
 from support.served import LENGTH, PAGE_SIZE
 
 TOLERANCE = 1e-3
-"""Of float32's log-probabilities."""
+"""The tolerance of float32's log-probabilities."""
 RAGGED = ["a", "In the beginning", "And God said, " * 3, "and the earth was without form " * 9, "z, " * 100]
 
 

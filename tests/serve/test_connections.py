@@ -18,7 +18,7 @@ from paged_kv.serve.middleware import Rules
 
 LIMIT = 8
 WAIT = 30
-"""Of what only a hang exceeds."""
+"""Seconds that only a hang exceeds."""
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 SLOW = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
 LARGE = b"GET /v1/models/large HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -1,4 +1,4 @@
-"""What a request leaves out, the model's generation_config.json says, on every route; what it gives comes first."""
+"""The model's generation_config.json says what a request leaves out, on every route; what it gives comes first."""
 
 import json
 

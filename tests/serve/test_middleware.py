@@ -23,7 +23,7 @@ LARGE_REQUESTS = 1000
 BEARER = f"Authorization: Bearer {KEY}"
 LONG = {"ignore_eos": True}
 GROWTH = 50 << 20
-"""Of the server's process, in bytes."""
+"""The memory of the server's process, in bytes."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def answer(server, sent):
 
 
 def running(server):
-    """How many requests have pages."""
+    """Return how many requests have pages."""
     url = f"http://127.0.0.1:{server.port}/pool"
     with urllib.request.urlopen(urllib.request.Request(url, headers={"x-api-key": KEY}), timeout=60) as pool:
         return len(json.load(pool)["requests"])
@@ -152,7 +152,7 @@ max_completion_tokens reasoning_effort return_token_ids parallel_tool_calls typi
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_wrong_values_in_right_requests(server, path):
-    """What is refused is refused in OpenAI's shape; none ends the server. With the key: some may be answered."""
+    """A refusal is in OpenAI's shape; none ends the server. With the key: some may be answered."""
     dice, refused = random.Random(path), 0
     for _ in range(150):
         asked = {"model": "demo", "prompt": "x", "max_tokens": 2}

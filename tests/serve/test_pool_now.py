@@ -1,4 +1,4 @@
-"""What the page is told of the pool."""
+"""The state of the pool, as the page is told it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a body may not have: each is 400 in OpenAI's shape and names its field, and the server goes on."""
+"""Fields that a body may not have: each is 400 in OpenAI's shape and names its field, and the server goes on."""
 
 import pytest
 

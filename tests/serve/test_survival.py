@@ -1,4 +1,4 @@
-"""What the server survives: it answers in the API's error shape, goes on, and its pages come back."""
+"""The server survives faults: it answers in the API's error shape, goes on, and its pages come back."""
 
 import asyncio
 import json

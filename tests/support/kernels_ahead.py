@@ -44,7 +44,7 @@ def run(code: str, kernels: Path, cache: Path, *masked: str) -> tuple[str, str]:
     Args:
         code: It may raise `Compiles`.
         kernels: Has a folder for each target.
-        cache: Of this package and of MAX.
+        cache: The cache folder of this package and of MAX.
     """
     command = [sys.executable, "-c", _START + code, str(kernels), " ".join(masked)]
     environment = os.environ | {"XDG_CACHE_HOME": str(cache), "MODULAR_CACHE_DIR": str(cache / "max")}

@@ -1,4 +1,4 @@
-"""How plain arguments are checked, and how any value is shown in a message of one line."""
+"""Checks of plain arguments, and any value as it is shown in a message of one line."""
 
 import numpy as np
 import pytest

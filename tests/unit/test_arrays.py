@@ -104,7 +104,7 @@ def test_any_dlpack_array_comes_in():
 
 
 class OnDevice:
-    """What an array in a GPU's memory looks like to DLPack."""
+    """An array in a GPU's memory as it looks to DLPack."""
 
     def __dlpack__(self, **kwargs):
         raise AssertionError("its memory must not be requested")

@@ -1,4 +1,4 @@
-"""What is compiled, what is read from disk, what is kept, with a compiler that only writes down what it was given."""
+"""Artefacts that are compiled, read from disk and kept, with a compiler that only writes down what it was given."""
 
 import resource
 import shutil
@@ -44,7 +44,7 @@ def load(*names, facts="", ahead=None):
 
 
 def load_warned(*names):
-    """How often something was compiled, and what was warned of."""
+    """Count how often something was compiled, and what was warned of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warnings.simplefilter("ignore", ResourceWarning)  # garbage of other tests, collected meanwhile

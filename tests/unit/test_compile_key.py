@@ -1,4 +1,4 @@
-"""What a compiled graph's key depends on: sources are changed in a copy of the package, and nothing is compiled."""
+"""Sources that a compiled graph's key depends on: they are changed in a copy of the package; nothing is compiled."""
 
 import shutil
 import subprocess

@@ -126,7 +126,7 @@ def test_generation_config_says_where_to_stop(tmp_path, generation, eos):
 
 @pytest.mark.parametrize("generation", [None, {}, {"eos_token_id": 9}])
 def test_ends_that_are_known_by_their_texts(tmp_path, generation):
-    """Where no generation_config.json says where to stop; `<eos>` is past the model's vocabulary here."""
+    """No generation_config.json says where to stop; `<eos>` is past the model's vocabulary here."""
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["<|end|>", "<eos>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""What the engine takes and refuses, where samples end, and what it counts: with the model that needs no compiler."""
+"""Requests that the engine takes or refuses, where samples end, what it counts: with a model without a compiler."""
 
 from types import SimpleNamespace
 

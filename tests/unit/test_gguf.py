@@ -42,7 +42,7 @@ def pair(request, tmp_path_factory):
 
 
 def dequantised(blocks, encoding):
-    """Of a matrix or of a stack of them."""
+    """Return the blocks of a matrix or of a stack of them."""
     rows = dequantise(blocks.reshape(-1, blocks.shape[-1]), encoding)
     return rows.reshape(*blocks.shape[:-1], -1)
 
@@ -118,7 +118,7 @@ def test_a_file_without_quantised_weights(tmp_path, kinds):
 
 
 def test_weights_are_views_of_the_file(tmp_path):
-    """Of the file's map, but for q and k, whose rows change places."""
+    """The arrays are of the file's map, but for q and k, whose rows change places."""
     checkpoint = open_gguf(write(tmp_path / "model.gguf"))
     buffers = checkpoint.load(checkpoint.config, DType.float32)
     shared = {
@@ -299,14 +299,14 @@ def test_which_file_is_meant(tmp_path):
 
 
 def test_a_missing_tokenizer_is_named(tmp_path, capsys):
-    """Where the file has no vocabulary either."""
+    """The file has no vocabulary either."""
     file = write(tmp_path / "model.gguf")
     assert _run(["generate", "--model", str(file), "--prompt", "a"]) == 2
     assert f"{tmp_path}/tokenizer.json: no such file" in capsys.readouterr().err
 
 
 def test_quantised_values_of_a_graph():
-    """What the graph builder refuses."""
+    """A file that the graph builder refuses."""
     cpu = DeviceRef.CPU()
     with pytest.raises(ShapeError, match="100 elements are no multiple of the 256 of a Q4_K block"):
         row_bytes("Q4_K", 100)

@@ -26,7 +26,7 @@ OWN = {
     "gpt-oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}},
     "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
 }
-"""What a plain file's model has of its own."""
+"""The keys that a plain file's model has of its own."""
 GRANITE = {"expert_shared_feed_forward_length", "ssm.conv_kernel", "ssm.group_count", "ssm.inner_size",
            "ssm.state_size", "ssm.time_step_rank"}  # fmt: skip
 """The keys of Granite's hybrids that Granite 4's dense files have too."""
@@ -65,7 +65,7 @@ HUGGING_FACE = {
     "logit_scale": "logits_scaling", "attention.layer_norm_epsilon": "norm_eps", "rope.freq_base": "rope_theta",
     "expert_used_count": "num_experts_per_tok",
 }  # fmt: skip
-"""What an error may say instead."""
+"""The words that an error may say instead."""
 WINDOWED = ("llama", "phi3", "olmo2", "gemma2", "gemma3", "gpt-oss", "exaone4", "cohere2")
 OF_WINDOWS = {
     "attention.key_length_swa", "attention.sliding_window_pattern", "attention.value_length_swa", "rope.freq_base_swa",
@@ -107,7 +107,7 @@ def config_of(header, **changes):
 
 
 def is_judged(header, key, value, base):
-    """Whether a value changes the configuration, or is refused by its key's name."""
+    """Check that a value changes the configuration, or is refused by its key's name."""
     try:
         return config_of(header, **base[0], **{key: value}) != base[1]
     except CheckpointError as error:

@@ -69,7 +69,7 @@ REAL = {
         False,
     ),
 }
-"""Of a name: how the model's own tokenizer splits and normalises, and whether whole words are looked up first."""
+"""By a tokenizer's name: how the model's own splits and normalises, and whether whole words are looked up first."""
 
 
 @functools.cache
@@ -142,7 +142,7 @@ def add_vocabulary(writer, said):
 
 
 def header(folder, said, architecture="llama"):
-    """Of a GGUF file with this vocabulary and nothing else."""
+    """Return the tokenizer of a GGUF file with this vocabulary and nothing else."""
     writer = gguf.GGUFWriter(folder / "model.gguf", architecture)
     add_vocabulary(writer, said)
     finish(writer)

@@ -110,7 +110,7 @@ def test_what_fails_has_a_row_with_its_reason(measured):
 
 
 def test_a_figure_that_cannot_be_is_marked(monkeypatch, measured):
-    """Where a library enqueues its kernels after the second event, the time is that of nothing."""
+    """A library that enqueues its kernels after the second event has the time that of nothing."""
     from benchmarks import gpu_systems
 
     monkeypatch.setattr(gpu_systems, "copy_system", lambda _: (system("2"), POINT.kv_bytes // 2))

@@ -142,9 +142,7 @@ def test_the_hosts_processes_look_for_the_names_that_are_packed(device, architec
     """A runtime asks for each graph under the digest that the bundle takes for it, for a CPU that any host has."""
     command = [sys.executable, "-c", KEYS, device]
     folders = {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT / "tests")}
-    result = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, check=False, env=os.environ | folders
-    )
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=os.environ | folders)
     assert result.returncode == 0, result.stderr
     *listed, (tools, found, _) = map(json.loads, result.stdout.splitlines())
     assert tools.endswith(" for haswell")

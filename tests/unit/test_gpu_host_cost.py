@@ -1,4 +1,4 @@
-"""What a call on a GPU costs the host: arrays that cross to MAX and back, and copies to the device, of each `run`.
+"""The cost of a call on a GPU for the host: arrays that cross to MAX and back, and copies to the device, of each `run`.
 
 torch on the CPU stands in for a GPU; nothing is compiled, the graph's execution is replaced.
 """
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("stand_in")
 
 @pytest.fixture
 def crossings(monkeypatch):
-    """How often something crossed: "in" to MAX, "out" to torch, "up" from the host to the device."""
+    """Count how often something crossed: "in" to MAX, "out" to torch, "up" from the host to the device."""
     counts: Counter[str] = Counter()
 
     def counted(name: str, function: Callable) -> Callable:

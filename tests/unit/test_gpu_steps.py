@@ -99,7 +99,7 @@ print('{"step": "another"}', flush=True)
 
 
 def test_rows_are_on_disk_while_a_step_runs(tmp_path):
-    """Who loses the machine in the middle of a step has all rows before it."""
+    """A run that loses the machine in the middle of a step has all rows before it."""
     code = f"import time; print(open({str(tmp_path / 'rows.jsonl')!r}).read().count('passed')); time.sleep(0)"
     rows = Rows(tmp_path / "rows.jsonl", {})
     with (tmp_path / "log").open("ab") as log:

@@ -1,4 +1,4 @@
-"""What the wrappers of graphs/ops.py and graphs/trees.py refuse while a graph is built: nothing here is compiled.
+"""The refusals of graphs/ops.py and graphs/trees.py while a graph is built: nothing here is compiled.
 
 Every call is made from arguments that are right but for one. A call that slipped through would fail otherwise: no
 custom ops are loaded, so MAX does not know the op (`test_the_right_arguments_pass_the_checks`).

@@ -37,7 +37,7 @@ def memory():
 
 
 def overrides(family):
-    """What `write_config` needs for a family: a window, and types where a family wants them said."""
+    """The keys that `write_config` needs for a family: a window, and types where a family wants them said."""
     windowed = {"sliding_window": 8, "use_sliding_window": True, "hidden_activation": "gelu_pytorch_tanh"}
     return {"architectures": [family], **windowed}
 
@@ -259,7 +259,7 @@ KEYS += [f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot")]
 @pytest.mark.parametrize("rope", [False, True])
 @pytest.mark.parametrize("key", KEYS)
 def test_hostile_metadata_of_a_gguf_file_is_refused(tmp_path, key, rope):
-    """Of each key, every value: most are refused when the configuration is read, the rest for the missing weights."""
+    """Try every value of each key: most are refused when the configuration is read, others for missing weights."""
     tensors = [("token_embd.weight", (16, 32), 0)] + [("rope_freqs.weight", (4,), 0)] * rope
     for number, value in enumerate(gguf_values()):
         file = raw_gguf(tmp_path / f"{number}.gguf", gguf_model() | {key: value}, tensors)

@@ -44,7 +44,7 @@ def found(folder, *digests):
 
 
 def damaged(folder, *digests):
-    """What is found, where something must be said."""
+    """The report, where something must be said."""
     with pytest.warns(RuntimeWarning, match=r"is not read \(.*\): reinstall it$"):
         return found(folder, *digests)
 
@@ -165,7 +165,7 @@ def test_both_places_are_searched(tmp_path, monkeypatch):
 
 KEY = CompileKey("graph")
 LEVELS = ("haswell", "skylake-avx512", "znver4", "znver5", "sapphirerapids")
-"""What the package contains."""
+"""The files of the package."""
 BEST = {
     "graniterapids": "sapphirerapids",
     "sapphirerapids": "sapphirerapids",

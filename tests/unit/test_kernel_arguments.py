@@ -1,4 +1,4 @@
-"""What arguments of NVIDIA's kernels may be: the documentation prints the table, whose names are those of the calls."""
+"""Arguments of NVIDIA's kernels: the documentation prints the table, whose names are those of the calls."""
 
 import inspect
 from pathlib import Path

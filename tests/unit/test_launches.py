@@ -21,7 +21,7 @@ def entry(name: str, kind: KINDS = KINDS.KERNEL_LAUNCH) -> SimpleNamespace:
 
 @pytest.fixture
 def entries(monkeypatch):
-    """What the driver recorded, which it says at the end."""
+    """The launches that the driver recorded, which it says at the end."""
     recorded: list[SimpleNamespace] = []
 
     @contextmanager

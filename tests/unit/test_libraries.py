@@ -34,7 +34,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def compiler(monkeypatch):
-    """What it was given, and how it ends."""
+    """The arguments that it was given, and how it ends."""
     seen = SimpleNamespace(given=[], programs=[], linked=[], errors="")
 
     def build(arguments, *_, **__):
@@ -60,13 +60,13 @@ def attend():
 
 
 def again(monkeypatch):
-    """What another process gets."""
+    """Return what another process gets."""
     monkeypatch.setattr(module, "_FUNCTIONS", {})
     return attend()
 
 
 def test_every_kernel_of_the_api_comes_along_but_for_other_outputs():
-    """What `plan` may ask for lies in a library that wheels bring, where o has the dtype of the op's q."""
+    """All that `plan` may ask for lies in a library that wheels bring, where o has the dtype of the op's q."""
     shipped = {library.kernel(kind) for library in api_libraries() for kind in library.kinds}
     queries = [DTYPES[name] for name in Q_DTYPES]
     asked = set()

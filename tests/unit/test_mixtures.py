@@ -186,7 +186,7 @@ def in_blocks(config, largest_scale=140):
 
 
 def values_of(blocks):
-    """Of MXFP4 blocks as they are loaded, by the `gguf` package."""
+    """Return the values of MXFP4 blocks as they are loaded, by the `gguf` package."""
     return dequantise(blocks.reshape(-1, blocks.shape[-1]), "MXFP4").reshape(*blocks.shape[:-1], -1)
 
 

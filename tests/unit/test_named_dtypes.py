@@ -12,7 +12,7 @@ import paged_kv
 ROOT = Path(paged_kv.__file__).parent
 FILES = sorted(path for path in ROOT.rglob("*.py") if "bench" not in path.parts)
 POSITIONS = {"zeros": 1, "ones": 1, "empty": 1, "full": 2}
-"""Of the dtype, in NumPy's functions whose default is float64."""
+"""Values of the dtype, in NumPy's functions whose default is float64."""
 OF_TORCH = {*POSITIONS, "arange", "eye", "linspace", "tensor", "as_tensor", "scalar_tensor", "rand", "randn", "randint"}
 
 

@@ -1,4 +1,4 @@
-"""What is written overlaps nothing: the search by strides against every byte of small views, and what is refused."""
+"""Written memory overlaps nothing: the search by strides against every byte of small views, and what is refused."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""What the distribution promises: pins, extras, what is shipped, and one set of commands everywhere."""
+"""The promises of the distribution: pins, extras, what is shipped, and one set of commands everywhere."""
 
 import re
 import shutil
@@ -35,7 +35,7 @@ def test_max_and_mojo_are_pinned_exactly():
 
 
 def test_the_version_stands_in_one_place():
-    """What builds, installs or says it reads it from there; so with the versions of MAX and Mojo."""
+    """Everything that builds, installs or says it reads it from there; so with the versions of MAX and Mojo."""
     assert PROJECT["dynamic"] == ["version"]
     assert PYPROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "paged_kv.versions.VERSION"}
     code = [path for folder in ("python", "graphs", "benchmarks", ".ci") for path in (ROOT / folder).rglob("*.py")]

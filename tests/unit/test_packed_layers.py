@@ -34,7 +34,7 @@ IN_BLOCKS = {
     "compressed-tensors 4 symmetric wide": "Q4_0", "compressed-tensors 8 int wide": "INT8",
     "compressed-tensors 8 symmetric rows": "Q8_0",
 }  # fmt: skip
-"""What stays packed, and as which blocks."""
+"""The layers that stay packed, and as which blocks."""
 
 
 def packing_of(said):
@@ -56,7 +56,7 @@ def test_layers_are_unpacked(kind):
 
 @pytest.mark.parametrize("kind", IN_BLOCKS)
 def test_layers_are_put_into_blocks(kind):
-    """Of the same weights, exactly."""
+    """Products of the same weights, exactly."""
     tensors, weight, said = make(kind, 24, 128)
     packing = packing_of(said)
     assert packing.encoding(128) == IN_BLOCKS[kind]

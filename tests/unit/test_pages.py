@@ -1,4 +1,4 @@
-"""What the pages say of the checkout: links, commands and options are there; a page has one word for each thing.
+"""The statements of the checkout: links, commands and options are there; a page has one word for each thing.
 
 tests/api/test_pages.py runs their blocks of code.
 """
@@ -20,13 +20,13 @@ METAPHORS = re.compile(r"\b(?:rooms?(?! for)|doors?|seams?|roads?|houses?)\b", r
 INLINE = re.compile(r"`([^`\n]+)`")
 OPTION = re.compile(r"--[a-z][a-z-]*")
 FOREIGN = {"--interleave", "--continuous-batching", "--pdb", "--ignore"}
-"""Of numactl, transformers and pytest."""
+"""Options of numactl, transformers and pytest."""
 ELSEWHERE = {"CHANGELOG.md", "docs/max-serve.md", "docs/vllm.md", "docs/notes/arm.md", "docs/notes/new-max.md"}
 """Pages with options of other projects' commands, and with those that were once here."""
 
 
 def links(page: Path) -> set[Path]:
-    """What a page links to in the checkout."""
+    """Return what a page links to in the checkout."""
     targets = {target.partition("#")[0] for target in LINK.findall(prose(page)) if "://" not in target}
     return {(page.parent / target).resolve() for target in targets if target}
 

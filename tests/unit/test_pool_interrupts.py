@@ -53,7 +53,7 @@ class Told(NamedTuple):
     count: Counts
 
     def follows(self, other: "Told") -> bool:
-        """Whether it is the other one, but for cached pages that were forgotten."""
+        """Return whether it is the other one, but for cached pages that were forgotten."""
         return self.requests == other.requests and [page for page in other.cached if page in self.known] == self.cached
 
 
@@ -67,7 +67,7 @@ def state(made: Any) -> Told:
 
 
 def is_unlocked(pool: PagePool) -> bool:
-    """Whether another thread can use the pool."""
+    """Return whether another thread can use the pool."""
     found = []
 
     def use() -> None:

@@ -1,4 +1,4 @@
-"""Whether MAX's pool runs: its threads give themselves their names after they start, when a CPU is free for them."""
+"""MAX's pool runs or not: its threads name themselves after they start, when a CPU is free for them."""
 
 import os
 import time

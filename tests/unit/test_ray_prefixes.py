@@ -1,4 +1,4 @@
-"""What a router remembers, against the pool's own prefix cache, and which replica it chooses."""
+"""The prefixes that a router remembers, against the pool's own prefix cache, and which replica it chooses."""
 
 import numpy as np
 import pytest

@@ -42,7 +42,7 @@ JOB = Job((1, 2, 3), Sampling(6, seed=1), 2)
 
 
 def pieces_of(job: Job) -> list[Piece]:
-    """Of all samples in turns, each token another letter."""
+    """Yield tokens of all samples in turns, each token another letter."""
     count = job.sampling.max_tokens
     letter = lambda sample, at: chr(97 + (sum(job.tokens) + 7 * sample + at) % 26)  # noqa: E731
     return [
@@ -250,7 +250,7 @@ def test_a_request_that_was_taken_waits_where_the_queue_is_full():
 
 
 def test_a_queue_is_told_from_a_replica_that_hangs():
-    """Who waits in Ray's queue or in an engine's waits as long as these go on."""
+    """A request that waits in Ray's queue or in an engine's waits as long as these go on."""
 
     class Queue(Fleet):
         async def start(self, job):

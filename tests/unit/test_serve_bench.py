@@ -80,7 +80,7 @@ def fakes(monkeypatch):
 
 
 def is_stopped(process):
-    """Whether it is, or comes to be: the signal takes effect when a CPU is free for the process."""
+    """Return whether it is, or comes to be: the signal takes effect when a CPU is free for the process."""
     end = time.monotonic() + 120
     while time.monotonic() < end:
         if Path(f"/proc/{process.pid}/stat").read_text().rpartition(") ")[2][0] == "T":

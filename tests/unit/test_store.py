@@ -295,7 +295,7 @@ while True:
 
 
 def end(child, number):
-    """Of some four hundred interrupts one arrives where Python itself drops it (in a destructor): then another."""
+    """From some four hundred interrupts one arrives where Python itself drops it (in a destructor): then another."""
     for _ in range(10):
         child.send_signal(number)
         with suppress(subprocess.TimeoutExpired):

@@ -99,7 +99,7 @@ def test_a_stream_of_any_bytes_is_their_text(tmp_path):
 
 
 def test_bytes_that_are_no_text_spoil_nothing_around_them(tokenizer):
-    """What stands before a stray byte was shown, what comes after it is."""
+    """Text before a stray byte was shown, text after it is."""
     stray = tokenizer.encode("é")[-1]
     text = "日本語 and é"
     for count in (1, 2, 5, 30):

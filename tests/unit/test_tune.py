@@ -21,7 +21,7 @@ struct CpuTuning(TrivialRegisterPassable):
     var dot: Bool
     """var not_a_field: Bool"""
     var rows: Int
-    """How many."""
+    """Return how many."""
 
 
 def tuning_of(family: StringSlice) -> CpuTuning:

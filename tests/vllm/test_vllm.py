@@ -18,7 +18,7 @@ from paged_kv.vllm import register
 
 ENGINE = Path(__file__).parent / "engine.py"
 SECONDS = 900
-"""Of all cases in one process; they take two minutes."""
+"""The time of all cases in one process; they take two minutes."""
 
 
 def prompts() -> list[list[int]]:
@@ -42,7 +42,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What the engine gives without the plugin and with it."""
+    """Return what the engine gives without the plugin and with it."""
     found = {}
     for plugins in ("", "paged_kv"):
         folder = tmp_path_factory.mktemp("vllm")

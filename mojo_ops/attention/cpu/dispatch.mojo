@@ -34,7 +34,7 @@ def attend_on_cpu[
     The formula is in `../README.md`. The rows were checked (`check_rows`). The result does not depend on `workers`.
 
     Parameters:
-        dtype: Of the queries.
+        dtype: The dtype of the queries.
         latent: True if a key is a token's V and then its K, so that V is read once. All blocks are then prefill blocks:
             only these take another head_dim of V than of K.
         rotates: True if queries and keys are rotated as they are read (`rotary_keys.mojo`).

@@ -40,7 +40,7 @@ def recompute_not_finite[
     or NaN and the row sees no NaN that explains it; also the lse where that is not finite.
 
     Parameters:
-        dtype: Of the queries.
+        dtype: The dtype of the queries.
         latent: Whether a key is a token's V and then its K.
 
     Args:

@@ -69,8 +69,8 @@ def cpu_kernel[dtype: DType, kv_dtype: DType](group: Int) -> String:
     """The folder of the kernel that decodes, and the reason.
 
     Parameters:
-        dtype: Of q.
-        kv_dtype: Of the cache.
+        dtype: The dtype of q.
+        kv_dtype: The dtype of the cache.
 
     Args:
         group: Query heads a KV head: the queries of one row; rows of the same request add theirs.

@@ -201,7 +201,7 @@ struct SegmentPlan(Movable):
         Args:
             group: Query heads of a KV head.
             kv_heads: KV heads of the call.
-            head_dim: Of K.
+            head_dim: The head_dim of K.
             workers: Threads, at most.
         """
         var work = 0

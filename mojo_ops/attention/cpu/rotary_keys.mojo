@@ -98,7 +98,7 @@ struct KeyRotation(Movable):
         Args:
             tables: Those of the call.
             heads: The head sizes.
-            queries: Of the heads that go together.
+            queries: The queries of the heads that go together.
             has_bf16: Whether a kernel of the call takes bfloat16.
         """
         self.turns = untracked(tables.turns.unsafe_ptr())

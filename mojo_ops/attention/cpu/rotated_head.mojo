@@ -43,14 +43,14 @@ def rotate_head[
     """Rotates one head, in the order that `RotaryTables` says.
 
     Parameters:
-        dtype: Of the head.
-        to: Of the rotated head.
-        kv_dtype: Of the cache, which decides about the order.
+        dtype: The dtype of the head.
+        to: The dtype of the rotated head.
+        kv_dtype: The dtype of the cache, which decides about the order.
         stored: Whether it is a key of the cache, else a query.
 
     Args:
         source: The head, `[D]`.
-        constants: Of `load_chunk`; not used for a query.
+        constants: The constants of `load_chunk`; not used for a query.
         half: D / 2.
         angles: Cosines, then sines, `[2, padded_half]`.
         padded_half: H.

@@ -23,8 +23,8 @@ struct GpuAttentionParams[dtype: DType, o_dtype: DType = dtype, Masks: GpuRowMas
     Every pointer is device memory. The angles of rotary keys are apart, in `RotaryFrequencies`.
 
     Parameters:
-        dtype: Of q.
-        o_dtype: Of o.
+        dtype: The dtype of q.
+        o_dtype: The dtype of o.
         Masks: Which tokens a row sees, and where they stand.
     """
 

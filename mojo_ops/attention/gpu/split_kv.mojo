@@ -170,7 +170,7 @@ struct ScheduleBounds(TrivialRegisterPassable):
             rows: R.
             capacity: `max_pages * page_size`.
             ctas_per_item: CTAs that serve one item: KV heads, times the parts that a group is split into.
-            multiprocessors: Of the device.
+            multiprocessors: The number of multiprocessors of the device.
             batch_invariant: Whether a row's split depends on its own length alone.
         """
         if batch_invariant:

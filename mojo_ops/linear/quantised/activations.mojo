@@ -140,7 +140,7 @@ def round_rows[
     """Makes the records of all batches on up to `workers` threads.
 
     Parameters:
-        dtype: Of x.
+        dtype: The dtype of x.
         blocks: Whether 256 elements share a scale, else 32.
 
     Args:
@@ -148,7 +148,7 @@ def round_rows[
         share: Rows of y that a row of x makes.
         k: Elements of a row.
         batches: Rows that follow one another.
-        rows: Of all batches.
+        rows: The rows of all batches.
         workers: Threads.
     """
     var columns = ceildiv(k, TILE_ELEMENTS)

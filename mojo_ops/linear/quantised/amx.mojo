@@ -31,7 +31,7 @@ def multiply_group[elements: Int, turn: Int](w: BytePointer, x: BytePointer, sum
     """Writes the sums of a group, from `sums + turn TURN_BYTES` on.
 
     Parameters:
-        elements: Of the group.
+        elements: The elements of the group.
         turn: 0 and 1 by turns, so that one group's sums are stored while the other's are scaled.
 
     Args:

@@ -39,8 +39,8 @@ def multiply[
     Args:
         tile: The weights.
         x: The rows' records of these 256 elements.
-        rows: Of x.
-        sums: Of each row of x.
+        rows: The rows of x.
+        sums: The sums of each row of x.
         coming: What to prefetch: the second half of as many bytes as the tile's blocks have.
         amx: Whether this thread's tile registers have the shapes of `multiply_group`.
         scratch: `2 TURN_BYTES` for AMX, from the start of a cache line on.

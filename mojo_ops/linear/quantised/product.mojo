@@ -85,7 +85,7 @@ def linear_quantised[
     """Computes the `y = x w^T` of `count` members on up to `workers` threads: x `[m, k]`.
 
     Parameters:
-        dtype: Of x and y.
+        dtype: The dtype of x and y.
         mask: The bits of the encodings that members may have.
     """
     var most = min(m, ROUNDED_ROWS)
@@ -129,12 +129,12 @@ def linear_quantised_experts[
     `ROUNDED_ROWS` of its rows, and others not at all.
 
     Parameters:
-        dtype: Of x and y.
+        dtype: The dtype of x and y.
         mask: The bits of the encodings that members may have.
 
     Args:
-        members: Of each y `[rows, n]`, w `[expert_count, n, row_bytes]`.
-        count: Of the members.
+        members: The members of each y `[rows, n]`, w `[expert_count, n, row_bytes]`.
+        count: The number of the members.
         x: `[m, k]`.
         experts: `[rows]`, checked.
         rows: Rows of y.

@@ -71,7 +71,7 @@ def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: 
     """Return whether two elements of a view share a byte; true as well where that is too much to find out.
 
     Args:
-        shape: Of the view.
+        shape: The shape of the view.
         strides: In bytes.
         itemsize: Bytes of an element.
     """

@@ -128,7 +128,7 @@ def slots_at(pages: Pages, num_rows: int, **indices: Any) -> Slots:
     """Return the slots of rows that are token `positions[i]` of request `batch_indices[i]`.
 
     Args:
-        pages: Of the cache.
+        pages: The pages of the cache.
         num_rows: N.
         indices: `batch_indices`, `positions`, and the three arrays of a page table by `KV_NAMES`.
     """

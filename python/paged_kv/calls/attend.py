@@ -82,11 +82,11 @@ class Attention:
         """O, or o and the lse, in the kind of q: `[R, Hq, Dv]` in the planned dtype, and `[R, Hq]` float32.
 
         Args:
-            rows: Of q, with their requests.
+            rows: The rows of q, with their requests.
             q: `[R, Hq, D]`.
             paged_kv_cache: As `Pages.of` takes it.
             kv_layout: "NHD" or "HND".
-            scales: Of q, k and v.
+            scales: The scales of q, k and v.
             results: What is returned and written.
             sinks: `[Hq]`, or None.
             window_left: Instead of the planned one, where not None.
@@ -178,9 +178,9 @@ class Attention:
 
         Args:
             q: A view `[R, Hq, D]` on the device of the pages.
-            pages: Of the planned sizes and dtype.
-            rows: Of q, with their requests.
-            scales: Of q, k and v.
+            pages: The pages of the planned sizes and dtype.
+            rows: The rows of q, with their requests.
+            scales: The scales of q, k and v.
             sinks: An array `[Hq]`, or None.
             window_left: Instead of the planned one, where not None.
 

@@ -178,9 +178,9 @@ class LatentAttention:
         """O `[R, H, Dckv]`, or o and the lse `[R, H]` float32, in the kind of q_nope.
 
         Args:
-            arrays: Of the run.
-            rows: Of q, with their requests.
-            scales: Of ckv and of kpe.
+            arrays: The arrays of the run.
+            rows: The rows of q, with their requests.
+            scales: The scales of ckv and of kpe.
             results: What is returned and written.
             buffers: The user's, which outputs may not overlap either.
 

@@ -61,9 +61,9 @@ class Results:
         """Views of `out` and `lse`, which can take o `[R, H, D]` of `dtype` and its lse; None for each that is None.
 
         Args:
-            device: Of the call.
-            shape: Of o.
-            dtype: Of o.
+            device: The device of the call.
+            shape: The shape of o.
+            dtype: The dtype of o.
             read: The other arrays of the call.
             rows: What messages call R.
 

@@ -197,7 +197,7 @@ def check_new_tokens(lengths: Indices, numbers: int | Indices) -> None:
 
     Args:
         lengths: `[B]`, in tokens.
-        numbers: Of rows: of each request, or `[B]`.
+        numbers: How many rows each request has, or `[B]`.
 
     Raises:
         PageTableError: as said.

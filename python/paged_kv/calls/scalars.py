@@ -52,7 +52,7 @@ def one_scale(value: Any, name: str, num_heads: int, factor: Any = None, factor_
     Args:
         value: A number, an array of one element, or `[num_heads]` of one number for all heads; or None.
         name: What messages call it.
-        num_heads: Of q, or of k and v.
+        num_heads: The number of heads of q, or of k and v.
         factor: A number or an array of one element; or None.
         factor_name: What messages call that.
 

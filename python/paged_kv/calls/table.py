@@ -76,7 +76,7 @@ class Table:
             last_page_len: `[B]`, tokens in the last page; unused for a request without pages, but from 0 to page_size
                 there too.
             page_size: Tokens in a page.
-            names: Of the arrays.
+            names: The names of the arrays.
             device: Where they lie. On a GPU only their types and shapes are checked.
 
         Raises:
@@ -230,7 +230,7 @@ class Table:
             block_tables: Page ids of any kind on the host.
             lengths: `[B]` tokens, `checked_lengths`.
             page_size: Tokens in a page.
-            names: Of the arrays.
+            names: The names of the arrays.
 
         Raises:
             ContractError: page_size is no integer of 1 to 2^31 - 1.
@@ -365,7 +365,7 @@ class Table:
         Args:
             batch_indices: `[N]` int32, the request of each row.
             positions: `[N]` int32, its position.
-            num_pages: Of the cache, where page ids are to be checked.
+            num_pages: The number of pages of the cache, where page ids are to be checked.
 
         Raises:
             PageTableError: as `check`; a row names no request, stands past its request's pages, or is the second for

@@ -53,9 +53,9 @@ def read_history(path: Path, rows: int = 512, bins: int = 800) -> PageHistory:
     """Reads a trace of `paged-kv generate --trace`.
 
     Args:
-        path: Of the file.
-        rows: Of `owners` at most; adjacent pages share one where there are more.
-        bins: Of `owners`.
+        path: The path of the file.
+        rows: The largest number of rows of `owners`; adjacent pages share one where there are more.
+        bins: The number of columns of `owners`.
 
     Raises:
         ContractError: it cannot be read, or is no such trace; the message names the line.

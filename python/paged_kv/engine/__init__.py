@@ -61,7 +61,7 @@ def load(
         dtype: "float32" or "bfloat16", of weights and cache; the checkpoint's own where None.
         kv_format: "int8" or "int4" keeps K and V as codes with scales (docs/quantised-cache.md).
         cache_rotation: "hadamard" rotates q and k before the cache (docs/quantised-cache.md).
-        options: Of `Engine`.
+        options: The options of `Engine`.
 
     Raises:
         CheckpointError: there is no checkpoint that this package runs.

@@ -172,10 +172,10 @@ class DiskPages:
         """Reads pages `first` on of a chain into pages of the model, up to one that is missing.
 
         Args:
-            chain: Of `grow`.
+            chain: The digests that `grow` made.
             tokens: Those of the chain.
             first: The page of the chain that goes to `pages[0]`.
-            pages: Of the model, in use by no request.
+            pages: The pages of the model, in use by no request.
 
         Returns:
             How many were written; the others are as before.

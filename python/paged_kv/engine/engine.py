@@ -273,7 +273,7 @@ class Engine:
         """Writes the pages of a prompt's known prefix to a file (`prefix_file`); returns how many tokens it has.
 
         Args:
-            path: Of the file.
+            path: The path of the file.
             prompt: As of `add_request`.
             namespace: Where the prefix is known.
             key: A secret of at least 16 bytes; a file that was written without it is not taken for this one.

@@ -56,12 +56,12 @@ class DecoderModel:
 
         Args:
             weights: By checkpoint name, as `Source.load` gives them for `dtype`; they must outlive the model.
-            dtype: Of weights, activations and cache; of the cache alone where weights are quantised.
+            dtype: The dtype of weights, activations and cache; of the cache alone where weights are quantised.
             num_pages: Pages of the cache; memory is used as pages are first written.
             on_compile: Called before a compile (some 20 s, once per model geometry and machine).
             compiled_ahead: A folder of `paged-kv compile`, which is searched before the cache folder.
-            runtime: Of the device that the model runs on; the CPU's where None. Weights stay on the host until MAX
-                copies them to a GPU.
+            runtime: The runtime of the device that the model runs on; the CPU's where None. Weights stay on the host
+                until MAX copies them to a GPU.
             kv_format: "int8" or "int4": the cache holds codes with a scale a token and KV head.
             cache_rotation: "hadamard": q and k take a Walsh-Hadamard transform before the cache, for few bits.
 

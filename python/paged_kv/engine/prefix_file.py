@@ -125,11 +125,11 @@ def write_prefix(
     """Writes the file, whole or not at all.
 
     Args:
-        path: Of the file; one that is there is replaced.
+        path: The path of the file; one that is there is replaced.
         model: Has the pages.
         tokens: As many as the pages hold.
         pages: Full pages, in the order of the tokens.
-        key: Of the digest.
+        key: The key of the digest.
 
     Raises:
         ContractTypeError: `path` is no path.

@@ -110,7 +110,7 @@ def _option(
     """Describe a field.
 
     Args:
-        kind: Of its values.
+        kind: The kind of its values.
         check: Makes of its name and a value what is kept.
         text: The command line's help.
         flag: The command line's option, where it is not the field's name.
@@ -313,8 +313,8 @@ class History:
 
     Args:
         sampling: The options.
-        seed: Of the request.
-        index: Of the sample among those of the request.
+        seed: The seed of the request.
+        index: The index of the sample among those of the request.
         tokens: The prompt, and what was chosen so far; the caller appends to it.
         prompt_length: How many of them are the prompt's.
         structure: The progress of its text in the structure that it must have.

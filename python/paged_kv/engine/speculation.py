@@ -81,7 +81,7 @@ class DraftModel:
 
     Args:
         model: Used by nothing else.
-        vocab_size: Of the model that judges; no larger token is drafted.
+        vocab_size: The vocab_size of the model that judges; no larger token is drafted.
         max_step_tokens: Tokens that it computes in a step of the engine at most, but for drafts after the first.
         share_prefixes: Whether prompts that begin alike share pages.
     """

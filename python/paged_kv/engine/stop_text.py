@@ -22,7 +22,7 @@ class StopText:
     """Decodes the tokens of one sample; text that it has returned never changes, and has no stop text in it.
 
     Args:
-        decoder: Of the sample alone; without one there is no text.
+        decoder: The decoder of the sample alone; without one there is no text.
         stops: Texts that end it.
     """
 

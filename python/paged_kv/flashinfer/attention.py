@@ -70,7 +70,7 @@ class BatchAttention(PrefillWrapper):
             causal: Whether a row sees no token behind its own.
             sm_scale: Multiplies q . k; None is `1 / sqrt(D)`.
             logits_soft_cap: Makes a score x into `cap * tanh(x / cap)`; None and 0 are off.
-            q_data_type, kv_data_type: Of q and o, and of the cache, as in decode's `plan`.
+            q_data_type, kv_data_type: The dtypes of q and o, and of the cache, as in decode's `plan`.
             use_profiler: Must be False.
 
         Raises:

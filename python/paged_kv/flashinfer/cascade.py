@@ -162,9 +162,9 @@ class MultiLevelCascadeAttentionWrapper(PlannedWrapper[LevelAttention, Levels, L
             logits_soft_cap: Makes a score x into `cap * tanh(x / cap)`; None and 0 are off.
             rope_scale: Divides the rotary frequencies; None is 1.
             rope_theta: Base of the rotary embedding; None is 1e4.
-            q_data_type: Of q: float32, float16, bfloat16 or either float8.
-            kv_data_type: Of the cache; None is `q_data_type`. As in decode.
-            o_data_type: Of o; None is `q_data_type`. FlashInfer has it not.
+            q_data_type: The dtype of q: float32, float16, bfloat16 or either float8.
+            kv_data_type: The dtype of the cache; None is `q_data_type`. As in decode.
+            o_data_type: The dtype of o; None is `q_data_type`. FlashInfer has it not.
 
         Raises:
             ShapeError: a list has not one array a level, the levels have not as many rows, or the arrays of a level do
@@ -199,8 +199,8 @@ class MultiLevelCascadeAttentionWrapper(PlannedWrapper[LevelAttention, Levels, L
 
         Args:
             q: `[T, Hq, D]`, of the planned dtype.
-            paged_kv_cache: Of all levels: `[pages, 2, page_size, Hk, D]` (NHD) or `[pages, 2, Hk, page_size, D]` (HND),
-                or a tuple (k, v) of such arrays without the 2, of the planned dtype.
+            paged_kv_cache: The one cache of all levels: `[pages, 2, page_size, Hk, D]` (NHD) or `[pages, 2, Hk,
+                page_size, D]` (HND), or a tuple (k, v) of such arrays without the 2, of the planned dtype.
             return_lse: Whether to return the lse as well. FlashInfer has it not.
 
         Returns:
@@ -333,7 +333,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
             num_kv_heads: Hk.
             head_dim: D, a multiple of 8 up to 512.
             page_size: Tokens of a page.
-            data_type: Of the prefix and the cache, and of q; with either float8, q is float16.
+            data_type: The dtype of the prefix and the cache, and of q; with either float8, q is float16.
 
         Raises:
             PageTableError: the page table is inconsistent.

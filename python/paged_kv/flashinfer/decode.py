@@ -171,12 +171,12 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper[Attention, DecodeBatch, 
             pos_encoding_mode: "NONE", "ROPE_LLAMA" (q and the un-rotated keys are rotated on the fly) or "ALIBI".
             window_left: Keeps the last `window_left + 1` tokens; -1 keeps all.
             logits_soft_cap: Makes a score x into `cap * tanh(x / cap)`; None and 0 are off.
-            q_data_type: Of q: float32, float16 or bfloat16, as a name or a torch, NumPy or MAX dtype; or float8_e4m3fn
-                or float8_e5m2, which is widened, exactly, to the dtype of the cache, or to bfloat16.
-            kv_data_type: Of the cache: that of q, or either float8; any of the five under float8 queries; or int8 or
-                int4, codes with scales, in which elements of V below 3e-32 may count as 0 (docs/quantised-cache.md).
-                None is `q_data_type`.
-            o_data_type: Of o: any of the five; None is `q_data_type`. It is rounded once, from float32.
+            q_data_type: The dtype of q: float32, float16 or bfloat16, as a name or a torch, NumPy or MAX dtype; or
+                float8_e4m3fn or float8_e5m2, which is widened, exactly, to the dtype of the cache, or to bfloat16.
+            kv_data_type: The dtype of the cache: that of q, or either float8; any of the five under float8 queries; or
+                int8 or int4, codes with scales, in which elements of V below 3e-32 may count as 0
+                (docs/quantised-cache.md). None is `q_data_type`.
+            o_data_type: The dtype of o: any of the five; None is `q_data_type`. It is rounded once, from float32.
             data_type: Deprecated: the dtype of the cache where `kv_data_type` is None, and that of q unless it is
                 float8.
             sm_scale: Multiplies q . k; None is `1 / sqrt(D)`.
@@ -625,7 +625,7 @@ def trtllm_batch_decode_with_kv_cache(
         bmm2_scale: Multiplies o: the calibration scale of v, over that of o.
         window_left: Keeps the last `window_left + 1` tokens; -1 keeps all.
         out: `[R, Hq, D]`: written, and returned as o.
-        out_dtype: Of o; None: the dtype of `out`, else of `query`. It is rounded once, from float32.
+        out_dtype: The dtype of o; None: the dtype of `out`, else of `query`. It is rounded once, from float32.
         o_sf_scale, o_sf_vec_size, kv_cache_sf: None: there is no NVFP4.
         sinks: `[Hq]` natural-log logits that join the denominator, and the lse; or a list of one such array.
         kv_layout: "HND" or "NHD".

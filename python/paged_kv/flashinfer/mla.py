@@ -167,12 +167,12 @@ class BatchMLAPagedAttentionWrapper:
             causal: Whether the rows of a request are its last tokens, and none sees a token behind its own. With fewer
                 tokens than rows, the first rows see nothing.
             sm_scale: Multiplies q . k: `1 / sqrt(D)` of the heads before compression.
-            q_data_type, kv_data_type: Of the queries and of the cache, which has q's dtype or float8. Float8 queries
-                are widened, exactly.
+            q_data_type, kv_data_type: The dtypes of the queries and of the cache, which has q's dtype or float8. Float8
+                queries are widened, exactly.
             metadata: Instead of the index arrays: `MLAPlanMetadata.csr`, `.dense` or `.dual`.
             cum_seq_lens_q, block_tables, seq_lens: `[B + 1]`, `[B, n]` page ids and `[B]` tokens: a dense page table
                 instead of the first four arrays.
-            output_dtype: Of o: float32, float16 or bfloat16; None is q's.
+            output_dtype: The dtype of o: float32, float16 or bfloat16; None is q's.
             output_scale: Must be "none", and `use_profiler` and `skip_softmax` False.
             max_q_len, query_layout, kv_cache_layout, lse_mode, scale_mode, enable_pdl, use_sinks: Without
                 effect: a run says itself how its arrays lie and what it returns. Scales are numbers, so that

@@ -270,7 +270,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             window_left: Keeps the tokens from `window_left` before a row's own on; -1 keeps all.
             logits_soft_cap: Makes a score x into `cap * tanh(x / cap)`; None and 0 are off.
             rope_scale, rope_theta: As in decode's `plan`.
-            q_data_type, kv_data_type, o_data_type: Of q, of the cache and of o, as in decode's `plan`; None is q's.
+            q_data_type, kv_data_type, o_data_type: The dtypes of q, of the cache and of o, as in decode's `plan`; None
+                is q's.
             prefix_len_ptr, token_pos_in_items_ptr, max_item_len_ptr: Must be None, and `token_pos_in_items_len` 0:
                 multi-item scoring is not supported.
             seq_lens, seq_lens_q: `[B]` tokens and query rows of each request. They and `block_tables` `[B, n]` may be
@@ -518,7 +519,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             qo_indptr: `[B + 1]`, from 0: the query rows of request b are `q[qo_indptr[b]:qo_indptr[b + 1]]`, its last
                 tokens. Any integer dtype.
             kv_indptr: `[B + 1]`, from 0: its tokens are `k[kv_indptr[b]:kv_indptr[b + 1]]`.
-            o_data_type: Of o; None is q's, or bfloat16 for float8 queries.
+            o_data_type: The dtype of o; None is q's, or bfloat16 for float8 queries.
             v_indptr, o_indptr: None, or what `kv_indptr` and `qo_indptr` say.
 
         The other arguments and errors are those of the wrapper over pages.
@@ -682,7 +683,7 @@ def single_prefill_with_kv_cache(
         v: The same with Dv.
         scale_q, scale_k, scale_v: Calibration scales of quantised q, k and v: a number, or an array `[Hq]` or `[Hk]`
             of one number; None is 1.
-        o_dtype: Of o; None is q's.
+        o_dtype: The dtype of o; None is q's.
         custom_mask: `[R, N]` bool: which tokens each row sees. It counts instead of `causal`; a window still holds.
         packed_custom_mask: The same as bytes, `packbits(custom_mask.reshape(-1), "little")`; it counts instead of
             `custom_mask`.

@@ -65,11 +65,11 @@ def generate(
         output: A folder that all machines see at this path, of one model, seed and sampling. Its files have the
             columns `id`, `text`, `tokens`, `finish`, `error` and `row`, a digest of the row.
         sampling: For all rows; greedy with 64 tokens where None.
-        seed: Of the run; rows draw from streams of their own.
+        seed: The seed of the run; rows draw from streams of their own.
         engines: How many at once, or the fewest and the most, between which Ray chooses. For a dataset of Ray Data the
             cluster needs a CPU more than the fewest take: Ray reads on it, and waits for it without end.
         batch_size: Rows that an engine computes together, and of a file.
-        format: Of the output's files.
+        format: The format of the output's files.
         id_column, prompt_column: Names of columns.
 
     Raises:

@@ -81,7 +81,7 @@ def claim(
     Args:
         cpus: As Ray's `num_cpus`: of a core that is two CPUs, 1 takes one, and another replica may take the other.
         seconds: How long to wait for a replica that is ending.
-        folder: Of the locks; one of this user's where None.
+        folder: The folder of the locks; one of this user's where None.
         cores: The machine's, where None; of these, a process uses what its affinity mask allows.
 
     Raises:

@@ -124,7 +124,7 @@ class Prefixes:
         which have not met agree.
 
         Args:
-            blocks: Of the prompt.
+            blocks: The blocks of the prompt.
             loads: Requests that each replica has; the replicas that may be chosen.
         """
         if not loads:

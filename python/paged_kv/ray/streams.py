@@ -90,12 +90,12 @@ async def resumed(
 
     Args:
         attempt: Starts it; what it started is closed before another one begins.
-        samples: Of the request.
+        samples: The samples of the request.
         lost: Errors that say that a replica is gone.
         full: Errors that say that too many requests wait. One that was taken before waits with them.
         retries: How often it is started again, once more where it was cleared: a request that ends every replica at the
             same token ends no more than these and one, any other no more than these and two.
-        clock: Of all streams of this ingress.
+        clock: The clock of all streams of this ingress.
         suspects: As well.
 
     Raises:

@@ -46,7 +46,7 @@ def load_graphs(
     """The models of some graphs, by graph name; those that are not on disk are compiled together.
 
     Args:
-        session: Of the device that the graphs are for.
+        session: The session of the device that the graphs are for.
         keys: For each graph, by name, what it depends on.
         build: Adds the graphs of the given names to a module.
         weights: Values for the graphs' weights by name; an artefact holds none.

@@ -37,7 +37,7 @@ def explain(
     Kernels are named after their folder in `mojo_ops/attention`.
 
     Args:
-        architecture: Of the GPU ("sm_90a", "gfx942", ...); None for the CPU.
+        architecture: The architecture of the GPU ("sm_90a", "gfx942", ...); None for the CPU.
         head_dim: Elements of a head.
         group: Query heads a KV head.
         page_size: Tokens in a page.

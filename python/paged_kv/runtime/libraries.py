@@ -60,8 +60,8 @@ class Kernel:
 
     Args:
         kind: Its name in `library.mojo`.
-        dtypes: Of q, the cache and o (attention); of rows and the cache (append, gather); of x and the weights
-            (linear, experts); of the states (merge); of x (quantised).
+        dtypes: The dtypes of q, the cache and o (attention); of rows and the cache (append, gather); of x and the
+            weights (linear, experts); of the states (merge); of x (quantised).
         mask: Bits of the encodings that quantised weights may have.
     """
 

@@ -16,9 +16,9 @@ def warmup(
     """Builds, or reads from disk, the libraries of append, gather, attention and linear layers for the given dtypes.
 
     Args:
-        q_dtypes: Of queries: "float32", "bfloat16", "float16"; all of them where None.
-        kv_dtypes: Of caches: the same, "float8_e4m3fn", "float8_e5m2", "int8" and "int4"; all of them where None. A
-            cache has its queries' dtype, or one of the last four under any; other pairs are left out.
+        q_dtypes: The dtypes of queries: "float32", "bfloat16", "float16"; all of them where None.
+        kv_dtypes: The dtypes of caches: the same, "float8_e4m3fn", "float8_e5m2", "int8" and "int4"; all of them where
+            None. A cache has its queries' dtype, or one of the last four under any; other pairs are left out.
         exact: Compile for this very CPU what came with the package for a lower target; later processes take that.
             Call it before anything that runs the kernels.
 

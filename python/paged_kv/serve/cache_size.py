@@ -59,9 +59,9 @@ def cache_size_of(
     """The cache of a model.
 
     Args:
-        config: Of the model.
-        dtype: Of weights and cache.
-        kv_format: Of a cache of codes.
+        config: The configuration of the model.
+        dtype: The dtype of weights and cache.
+        kv_format: The format of a cache of codes.
         page_size: Tokens in a page.
         pages: How many; by `memory` where None.
         memory: Bytes of the cache; `SHARE` of what the weights leave of `free` where None, and no more than `requests`

@@ -61,11 +61,11 @@ class Conversation:
         read here.
 
         Args:
-            body: Of the request.
+            body: The body of the request.
             model: Whose answer it is.
             answer: What the text must be where it is no call.
             limits: The fields of new tokens at most; what is left where none is there.
-            name: Of the field that holds the conversation.
+            name: The name of the field that holds the conversation.
             n: Samples.
             options: Fields of `Sampling`.
 

@@ -109,8 +109,8 @@ class ChoicesExchange(Exchange):
     Args:
         jobs: At least one.
         model: Whose answer it is.
-        wishes: Of the request.
-        prefix: Of the answer's id.
+        wishes: What the request asks of its answer.
+        prefix: The start of the answer's id.
         kind: The answer's `object`.
     """
 

@@ -21,7 +21,7 @@ class LocalBackend:
 
     Args:
         engine: Whose steps nothing else calls.
-        most_samples: Of all jobs at a time, those that run and those that wait.
+        most_samples: The largest number of samples of all jobs at a time, those that run and those that wait.
         stall_seconds: For which a step may take before the engine counts as gone.
     """
 

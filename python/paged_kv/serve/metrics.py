@@ -31,7 +31,7 @@ class Metrics:
     """The metrics of one model.
 
     Args:
-        name: Of the model.
+        name: The name of the model.
         backend: Is asked how it stands when metrics are read.
     """
 

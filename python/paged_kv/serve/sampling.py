@@ -28,7 +28,7 @@ def read_sampling(body: Fields, model: ServedModel, max_tokens: int, **options: 
     """Return how the tokens of a request are chosen. Without a seed it gets one, so that it can be computed again.
 
     Args:
-        body: Of the request; the model says what it leaves out.
+        body: The body of the request; the model says what it leaves out.
         model: Whose tokens they are.
         max_tokens: New tokens at most.
         options: Fields of `Sampling` that the route has read itself.

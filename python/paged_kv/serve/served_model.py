@@ -31,7 +31,7 @@ class ServedModel:
     Args:
         source: The checkpoint.
         name: By which clients ask for it.
-        most_tokens: Of a request, its prompt included.
+        most_tokens: The largest number of tokens of a request, its prompt included.
         template: A chat template in place of the checkpoint's.
         sampling: Fields of `Sampling` that requests have which leave them out.
 
@@ -68,7 +68,7 @@ class ServedModel:
         """The tokens of a prompt that is a text or tokens.
 
         Args:
-            name: Of the prompt's field.
+            name: The name of the prompt's field.
             prompt: A string or a list of integers.
             is_template: Whether a chat template has written it, with all special tokens.
             special: Whether the tokenizer adds special tokens to a text.

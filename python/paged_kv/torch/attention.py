@@ -150,7 +150,7 @@ def planned(
 
     Args:
         sizes: As said; the page_size is None for tokens that lie side by side.
-        dtypes: Of q and of the cache.
+        dtypes: The dtypes of q and of the cache.
         options: sm_scale, window_left, logits_soft_cap, and whether ALiBi's slopes are added.
     """
     sm_scale, window_left, logits_soft_cap, alibi = options

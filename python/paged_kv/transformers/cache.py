@@ -84,7 +84,7 @@ class PagedCache(Cache):  # type: ignore[misc] # transformers has no types
     reorder and crop it.
 
     Args:
-        config: Of the model.
+        config: The configuration of the model.
         kv_format: "int8" or "int4": pages hold K and V as codes with a scale a token and KV head, and all that attends
             sees what they stand for, a prompt's own tokens included. None: pages in the dtype of K and V.
 

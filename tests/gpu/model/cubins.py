@@ -1,4 +1,4 @@
-"""What the assembler made of each GPU kernel in a compiled artefact: read from its cubins, without CUDA's tools."""
+"""Each GPU kernel as the assembler made it in a compiled artefact: read from its cubins, without CUDA's tools."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 """PTX's names of the dtypes."""
 
 CONVERSIONS = {"append": "cvt.f32.{}", "gather": "cvt.rn.{}"}
-"""Of the rows that become codes, and of those that codes become."""
+"""The dtypes of the rows that become codes, and of those that codes become."""
 MOST_POSITIONS = 24
 """Integers that attention without rotary keys makes float32 where the cache holds no codes; else there are more."""
 MASKED_PARAMS = 176
@@ -156,11 +156,11 @@ def attend(
     The merge runs twice, by the schedule in memory and by each warp's search for its row: alike, to the bit.
 
     Args:
-        texts: Of the kernels: schedule, attention, combine.
+        texts: The kernels' PTX: schedule, attention, combine.
         memory: Holds what `operands` point to.
         call: Rows and options.
-        grid: Of the attention kernel, after the items.
-        operands: Of the attention kernel: those after the parameters of the call, and those after the partial results.
+        grid: The grid of the attention kernel, after the items.
+        operands: The attention kernel's: those after the parameters of the call, and those after the partial results.
     """
     schedule, attention, combine = (
         Machine(text, seed, memory.bytes) for seed, text in zip((0, 1, 0), texts, strict=True)

@@ -29,7 +29,7 @@ def float8_values(dtype: str) -> np.ndarray:
 
 
 def tensor_map(machine: Machine, stored: np.ndarray, dtype: str, hnd: bool, slots: int) -> tuple[TensorMap, int]:
-    """Of a cache `[page, slot, head, dim]`, and from one head to the next in it; `hnd`: heads outside of slots."""
+    """The strides of a cache `[page, slot, head, dim]`, and those of its heads; `hnd`: heads outside of slots."""
     order = (0, 2, 1, 3) if hnd else (0, 1, 2, 3)
     blocks = np.ascontiguousarray(stored.transpose(order))
     boxes = PageBoxes.of(blocks.transpose(order), slots)

@@ -1,9 +1,9 @@
-"""Which variant of the Hopper kernel a PTX text is."""
+"""The variants of the Hopper kernel, told by their PTX texts."""
 
 import re
 
 DTYPES = [("bf16", ""), ("f16", ""), ("bf16", "e4m3"), ("f16", "e4m3"), ("bf16", "e5m2")]
-"""Of q and of the cache, "" where it is q's: those of compile_hopper_kernel.mojo."""
+"""The dtypes of q and of the cache, "" where it is q's: those of compile_hopper_kernel.mojo."""
 
 
 def tensor_kernels(texts: dict[str, str]) -> list[str]:

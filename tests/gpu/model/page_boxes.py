@@ -11,15 +11,15 @@ class PageBoxes:
 
     extents: tuple[int, ...]
     strides: tuple[int, ...]
-    """Of all dimensions but the innermost."""
+    """Bytes from one to the next of all dimensions but the innermost."""
     sides: tuple[int, ...]
-    """Of the box."""
+    """The sizes of the box."""
     head_step: int
     """From one head to the next in the third dimension."""
 
     @staticmethod
     def of(view: np.ndarray, slots: int) -> "PageBoxes":
-        """Of `[page, slot, head, dim]` with elements of 1 or 2 bytes, and boxes of `slots`, a multiple of 8."""
+        """Return the boxes of `slots` (a multiple of 8) of `[page, slot, head, dim]` with elements of 1 or 2 bytes."""
         (pages, page_size, heads, dim), (page, slot, head, element) = view.shape, view.strides
         # A row of the box: 128 bytes, which are swizzled; of 8-bit elements the whole head.
         atom, stride = (64, 128) if element == 2 else (dim, head)

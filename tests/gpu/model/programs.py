@@ -1,4 +1,4 @@
-"""What the compilers make of the GPU kernels for a GPU that is not there: each program is compiled once a session."""
+"""The GPU kernels as compilers make them for a GPU that is not there: each program is compiled once a session."""
 
 import os
 import shutil
@@ -41,7 +41,7 @@ KINDS = {
     "move_tokens": "transfer_gpu_move_to",
     "tree_rows": "transfer_gpu_tree_ro",
 }
-"""What each kernel of compile_gpu_kernels.mojo does, by its module: the compiler shortens the names of kernels."""
+"""The work of each kernel of compile_gpu_kernels.mojo, by its module: the compiler shortens the names of kernels."""
 
 
 def kind_of(name: str) -> str:

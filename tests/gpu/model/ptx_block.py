@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from gpu.model.ptx_machine import Machine
 
 ALIGNED = frozenset(("bar", "wgmma", "mma"))
-"""What a thread waits for at an `.aligned` instruction."""
+"""The mark that a thread waits for at an `.aligned` instruction."""
 WARPS = 4
-"""Of a warpgroup."""
+"""Threads of a warpgroup."""
 STEPS = 10_000
-"""Of a thread in one go: one that spins lets others run."""
+"""Instructions of a thread in one go: one that spins lets others run."""
 
 
 class Warp:
@@ -167,7 +167,7 @@ class Block:
         return True
 
     def end(self) -> None:
-        """What must be over at the end of a block."""
+        """Check what must be over at the end of a block."""
         assert not self.copies, "copies still under way at the end of a block"
         for warp in self.warps:
             warp.products.end()
@@ -256,7 +256,7 @@ class Block:
 
 
 def check_aligned(threads: list[Thread]) -> None:
-    """Of a warp with a thread at an `.aligned` instruction: the others are there, or may still come."""
+    """Check a warp with a thread at an `.aligned` instruction: the others are there, or may still come."""
     assert not any(t.done for t in threads), "threads of a warp have left before an .aligned instruction"
     places = {t.pc for t in threads if t.waits_for and t.waits_for[0] != "wait"}
     assert len(places) == 1, "threads of a warp at different instructions, one of them .aligned"

@@ -23,10 +23,10 @@ class Machine:
 
     Args:
         ptx: The kernel's text.
-        seed: Of the order in which threads and blocks run.
+        seed: The seed of the order in which threads and blocks run.
         memory: Global memory, where several kernels share it.
-        shared_bytes: Of shared memory of a block.
-        slow_warp: Of each block: it seldom runs while another one can.
+        shared_bytes: The shared memory of a block, in bytes.
+        slow_warp: A warp of each block that seldom runs while another one can.
     """
 
     def __init__(

@@ -23,7 +23,10 @@ def to_float(bits: int) -> float:
 
 
 def from_float(x: float) -> int:
-    """Of the nearest float32. Rounding a float64 sum, product or quotient of two float32 once more changes nothing."""
+    """Return the bits of the nearest float32.
+
+    Rounding a float64 sum, product or quotient of two float32 once more changes nothing.
+    """
     try:
         return _BITS.unpack(_FLOAT.pack(x))[0]
     except OverflowError:
@@ -283,4 +286,4 @@ HELPERS = {
         permute,
     )
 }
-"""What the source of `expression` calls."""
+"""The functions that the source of `expression` calls."""

@@ -31,7 +31,7 @@ STRONG = frozenset(("relaxed", "acquire", "release", "volatile"))
 
 
 class Operations:
-    """Of a kernel's text.
+    """Read a kernel's text.
 
     Args:
         symbols: The addresses of names.
@@ -49,7 +49,7 @@ class Operations:
         return int(text.rstrip("U"), 0)
 
     def value(self, text: str) -> Value:
-        """Of an operand, `register + offset` among them."""
+        """Return the value of an operand, `register + offset` among them."""
         text = text.strip().strip("[]")
         if text in SPECIAL:
             return SPECIAL[text]

@@ -85,7 +85,7 @@ class Program(Operations):
         return self.product_registers.intersection(REGISTER.findall(statement))
 
     def source_of(self, at: int, scope: dict[str, Any]) -> list[str]:
-        """Of one statement; what it needs besides registers is added to the scope."""
+        """Return the source of one statement; what it needs besides registers is added to the scope."""
         text = self.statements[at]
         guard = re.match(r"@(!?)(%\w+) ", text)
         body = unguarded(text)
@@ -106,7 +106,7 @@ class Program(Operations):
         return [f"if {'not ' if guard[1] else ''}r['{guard[2]}']:", *("    " + line for line in lines)]
 
     def source(self, text: str, scope: dict[str, Any]) -> str:
-        """Of an operand."""
+        """Return the source of an operand."""
         if REGISTER.fullmatch(text):
             return f"r['{text}']"
         if text in SPECIAL:

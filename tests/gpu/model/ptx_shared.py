@@ -30,7 +30,7 @@ class SharedMemory:
         self._stored.setdefault(thread, []).append(span)
 
     def fence_proxy(self, thread: int) -> None:
-        """What the thread has stored may be touched by copies and by wgmma."""
+        """The words that the thread has stored may be touched by copies and by wgmma."""
         for span in self._stored.pop(thread, ()):
             part = self._unfenced[span]
             part[part == thread + 1] = 0

@@ -55,7 +55,7 @@ class TensorMap:
         Args:
             memory: Holds the tensor, as bytes.
             at: Where element 0 lies in it.
-            coordinates: Of the box's first element; innermost first.
+            coordinates: Those of the box's first element; innermost first.
         """
         inner, *outer = (np.arange(size) + first for size, first in zip(self.box, coordinates, strict=True))
         offsets = np.zeros(1, np.int64)

@@ -43,7 +43,7 @@ class ProductForm:
 
 
 def product_form(shape: str, kinds: list[str], operands: list[str]) -> ProductForm:
-    """Of the shape, the dtypes and the operands of a `wgmma.mma_async`."""
+    """Parse the shape, the dtypes and the operands of a `wgmma.mma_async`."""
     assert shape.startswith("m64n"), f"no shape of a wgmma: {shape}"
     assert shape.endswith("k16"), f"a shape that the model does not have: {shape}"
     columns = int(shape[4:-3])
@@ -121,7 +121,7 @@ class Products:
     """The products of one warp, from their issue to the wait for them.
 
     Args:
-        registers: Of each lane.
+        registers: The registers of each lane.
     """
 
     registers: list[dict[str, int]]

@@ -1,4 +1,4 @@
-"""What passes between the two warpgroups of the Hopper kernel for a float8 cache: each part of it, where it is missing.
+"""Messages between the two warpgroups of the Hopper kernel for a float8 cache: each part, where it is missing.
 
 Found here: a hand-over that nothing but chance would keep right. That the whole kernel is right: test_hopper_kernel.py.
 """
@@ -19,7 +19,7 @@ SHORT = HopperCall(length=150, kv_dtype="e4m3")
 
 @pytest.fixture
 def ptx(variants) -> str:
-    """Of the variant that takes `CALL`."""
+    """The text of the variant that takes `CALL`."""
     return variants[CALL.dim, CALL.columns, CALL.dtype, CALL.kv_dtype]
 
 
@@ -53,7 +53,7 @@ FAULTS = {
         "overwritten before its wgmma.wait_group",
     ),
 }
-"""What is missing: the part of the text, what stands there instead, and what the model says, where that is sure."""
+"""Missing parts: the part of the text, what stands there instead, and what the model says, where that is sure."""
 
 
 @pytest.mark.parametrize("missing", FAULTS)

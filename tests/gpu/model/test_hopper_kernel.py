@@ -123,7 +123,7 @@ FAULTS = {
         "overwritten before its wgmma.wait_group",
     ),
 }
-"""What is missing: the part of the text, what stands there instead, and what the model says, where that is sure."""
+"""Missing parts: the part of the text, what stands there instead, and what the model says, where that is sure."""
 
 
 @pytest.mark.parametrize("missing", FAULTS)
@@ -137,7 +137,7 @@ def test_a_kernel_fails_without(variants, missing):
 
 
 def test_the_barriers_of_the_ring_are_fenced_before_a_copy(variants):
-    """Where the thread that makes them comes late to its next fence."""
+    """The thread that makes them comes late to its next fence."""
     ptx = variants[64, 8, "bf16", ""]
     faulty, count = re.subn(r"fence\.mbarrier_init[^;]*;\s+fence\.proxy\.async[^;]*;", "", ptx)
     assert count == 1

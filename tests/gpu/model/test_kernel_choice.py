@@ -1,4 +1,4 @@
-"""What people are told about kernels: the kernels' own rules, for every pair of dtypes, on the CPU and on GPUs.
+"""People are told of kernels by the kernels' own rules: for every pair of dtypes, on the CPU and on GPUs.
 
 Found here: an explanation that is not the dispatch's. Sizes and strides that the Hopper kernel refuses:
 tests/mojo/test_hopper_requirements.mojo.
@@ -93,7 +93,7 @@ def test_the_doctor_prints_a_block_for_each_device():
 
 @pytest.mark.parametrize("architecture", programs.ARCHITECTURES)
 def test_the_kernels_of_a_gpu_are_those_of_its_calls(architecture):
-    """What the doctor says of a GPU without compiling anything, and no GPU that is compiled for is left out."""
+    """The doctor speaks of a GPU without compiling anything, and no GPU that is compiled for is left out."""
     best = attention_kernel(architecture, *HALF, 128, 4, 16)
     assert explained(architecture, 128, 4, 16)[HALF].startswith(f"{best}:")
     assert kernels_of(architecture).startswith(best)

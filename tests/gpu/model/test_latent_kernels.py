@@ -25,7 +25,7 @@ class Problem:
     """Rows of one call, `new` of each request, causal among themselves."""
 
     dtypes: tuple[str, str, str]
-    """Of q, the cache and o."""
+    """The dtypes of q, the cache and o."""
     lengths: tuple[int, ...]
     heads: int
     dims: tuple[int, int]

@@ -20,7 +20,7 @@ A, B = BITS, np.roll(BITS, 3)
 
 
 def results(opcode, *operands):
-    """Of the model, for each place in the operands' arrays."""
+    """Return the values of the model, for each place in the operands' arrays."""
     names = "abc"[: len(operands)]
     function = eval(f"lambda {', '.join(names)}: {expression(opcode.split('.'), list(names))}", dict(HELPERS))
     return [function(*map(int, values)) for values in zip(*operands, strict=True)]

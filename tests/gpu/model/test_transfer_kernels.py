@@ -63,7 +63,7 @@ def test_append_and_gather(op, dim, ptx):
 
 
 ROWS = {"int8": "bfloat16", "int4": "float32"}
-"""Of append and gather over codes that compile_gpu_kernels.mojo has."""
+"""The variants of append and gather over codes that compile_gpu_kernels.mojo has."""
 
 
 CODES = [

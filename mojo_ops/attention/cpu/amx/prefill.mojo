@@ -97,7 +97,7 @@ def attend_prefill_amx[
     no matrix tile is loaded right after it was stored.
 
     Parameters:
-        dtype: Of the queries.
+        dtype: The dtype of the queries.
         latent: Whether a key is a token's V and then its K.
         rotates: Whether the keys are rotated here; the queries are already (`../rotary_keys.mojo`).
 

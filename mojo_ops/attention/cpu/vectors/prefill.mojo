@@ -59,7 +59,7 @@ def attend_prefill_vectors[
     """Computes the states and weighted values of a segment's queries of KV head `segment.head` in `workspace`.
 
     Parameters:
-        dtype: Of the queries.
+        dtype: The dtype of the queries.
         latent: Whether a key is a token's V and then its K.
         rotates: Whether the keys are rotated here; the queries are already (`../rotary_keys.mojo`).
 

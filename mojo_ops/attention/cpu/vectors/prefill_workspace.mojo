@@ -75,7 +75,7 @@ struct VectorPrefillWorkspace(Movable):
         """For up to `queries` queries; without any, no memory but a few numbers.
 
         Args:
-            queries: Of a KV head of a block.
+            queries: The queries of a KV head of a block.
             heads: The head sizes.
             ranges: What a `Prefetcher` reads of a token, in ranges of one length.
         """

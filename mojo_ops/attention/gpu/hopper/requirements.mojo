@@ -25,8 +25,8 @@ def hopper_shape_refusal(dtype: DType, kv_dtype: DType, head_dim: Int, group: In
     """The reason, from dtypes and sizes, why this kernel does not serve a call; empty where they do not exclude it.
 
     Args:
-        dtype: Of q.
-        kv_dtype: Of the cache.
+        dtype: The dtype of q.
+        kv_dtype: The dtype of the cache.
         head_dim: D.
         group: Query heads a KV head.
         page_size: Slots in a page.

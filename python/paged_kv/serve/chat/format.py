@@ -57,7 +57,7 @@ class ChatFormat:
 
         Args:
             source: The model.
-            tokenizer: Of the model.
+            tokenizer: The tokenizer of the model.
             template: The text of a template that is taken in place of the model's own.
 
         Raises:
@@ -157,7 +157,7 @@ class MessageParser:
     """Reads one message as its text comes.
 
     Args:
-        syntax: Of its calls.
+        syntax: The syntax of its calls.
         asked: Its tools and thoughts.
         silent: Special tokens that are not shown.
     """

@@ -66,7 +66,7 @@ class Incoming:
         """Takes the text before the first of some marks, and the mark; None where none comes before the end.
 
         Args:
-            marks: Of two that begin at one place the longer counts.
+            marks: The texts that are looked for; of two that begin at one place the longer counts.
             say: Is given the text as it comes.
         """
         known = _marks(tuple(marks))

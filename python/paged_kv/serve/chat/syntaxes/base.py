@@ -99,7 +99,7 @@ class Syntax:
         Args:
             text: The message as it comes.
             out: Is told what was read.
-            asked: Of it, `tools`, `thought` and `is_open`.
+            asked: What was asked for; `tools`, `thought` and `is_open` are read.
             silent: Special tokens that are not shown.
         """
         yield from read_thought_of(text, out, asked)
