@@ -11,9 +11,10 @@ from max.driver import Buffer
 from max.dtype import DType
 from max.graph import DeviceRef
 
-from paged_kv.checkpoint.config import checkpoint_folder, checkpoint_path, load_config, load_sampling
+from paged_kv.checkpoint.config import checkpoint_folder, load_config, load_sampling
 from paged_kv.checkpoint.gguf import GgufCheckpoint, find_gguf, open_gguf
 from paged_kv.checkpoint.gguf_tokenizer import has_vocabulary, make_tokenizer
+from paged_kv.checkpoint.hub import located
 from paged_kv.checkpoint.packed_layers import read_packing
 from paged_kv.checkpoint.tokenizer_file import TOKENIZER, read_tokenizer
 from paged_kv.checkpoint.weights import Checkpoint, OnProgress, check_layers, open_checkpoint
@@ -71,13 +72,14 @@ class Source:
 
 
 def open_source(path: Path | str) -> Source:
-    """The model that `path` is: a GGUF file, a folder with one and without safetensors, or a Hugging Face folder.
+    """The model that `path` is: a GGUF file, a folder with one and without safetensors, a Hugging Face folder, or the
+    name of a hub's model, `org/name` or `org/name:Q4_K_M`, which is downloaded where the hub's cache lacks it.
 
     Raises:
         ContractTypeError: it is no path.
         CheckpointError: there is no such model, or none that this package runs.
     """
-    path = checkpoint_path(path)
+    path = located(path)
     has_safetensors = path.is_dir() and any(path.glob("*.safetensors"))
     file = None if has_safetensors else find_gguf(path)
     if file is None:

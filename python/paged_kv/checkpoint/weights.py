@@ -310,7 +310,7 @@ def open_checkpoint(folder: Path | str) -> Checkpoint:
         raise CheckpointError(f"{path}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
 
     weight_map = _read_index(index)
-    shards = sorted(set(weight_map.values()))
+    shards = shards_of(index)
     for shard in shards:
         if not os.path.isfile(path / shard):  # unlike Path.is_file, no error for a name that is too long
             raise CheckpointError(f"{index}: shard {printable(shard)} is missing from the folder")
@@ -319,6 +319,15 @@ def open_checkpoint(folder: Path | str) -> Checkpoint:
         if name not in found.tensors or found.tensors[name].file.name != shard:
             raise CheckpointError(f"{index}: tensor {printable(name)} is not in {shard}")
     return found
+
+
+def shards_of(index: Path) -> list[str]:
+    """Return the names of the files that an index of shards names.
+
+    Raises:
+        CheckpointError: it is no index.
+    """
+    return sorted(set(_read_index(index).values()))
 
 
 def open_files(files: Sequence[Path]) -> Checkpoint:

@@ -30,7 +30,11 @@ from paged_kv.output import say
 @click.command()
 @threads_option
 @click.option(
-    "--model", "folder", type=click.Path(path_type=Path), required=True, help="Checkpoint folder or GGUF file."
+    "--model",
+    "folder",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Checkpoint folder, GGUF file, or a hub's `org/name[:Q4_K_M]`.",
 )
 @click.option("--prompt", "prompts", multiple=True, help="Repeat it for a batch.")
 @click.option(

@@ -101,7 +101,7 @@ _PATH = click.Path(path_type=Path)
 @click.option("--max-body-bytes", type=int, help="Of a request.  [default: 262144, or 16 a token of the longest]")
 @click.option("--max-connections", type=int, default=256, show_default=True, help="At a time.")
 def serve_command(model: str | None, demo: bool, name: str | None, **options: Any) -> None:
-    """Serve a checkpoint folder or a GGUF file for OpenAI's clients."""
+    """Serve a checkpoint folder, a GGUF file or a hub's model, `org/name[:Q4_K_M]`, for OpenAI's clients."""
     from paged_kv.engine.demo_model import FOLDER
     from paged_kv.serve.launch import serve
     from paged_kv.serve.settings import Settings

@@ -57,7 +57,8 @@ class Arguments(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     model: str
-    """A folder in Hugging Face format or a GGUF file, at the same path on every machine; "demo" is in the package."""
+    """A folder in Hugging Face format or a GGUF file, at the same path on every machine; or a hub's name, which each
+    machine fetches; "demo" is in the package."""
     name: str | None = None
     """The model as clients ask for it; `model` where None."""
     dtype: Literal["float32", "bfloat16"] | None = None

@@ -83,7 +83,7 @@ class Work:
             ContractError: the folder has results of another model, dtype, seed or sampling.
         """
         folder, model = Path(self.folder), self.model
-        where = model.model if model.model == DEMO else str(model.folder.resolve())
+        where = str(model.folder.resolve()) if model.model != DEMO and model.folder.exists() else model.model
         mine = json.loads(
             json.dumps(
                 asdict(self.sampling)

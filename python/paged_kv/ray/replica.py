@@ -34,7 +34,7 @@ class Model:
     """The model of every replica, and its machine."""
 
     model: str
-    """A folder in Hugging Face format or a GGUF file, at the same path on every machine; or `DEMO`."""
+    """A folder in Hugging Face format or a GGUF file, at the same path on every machine; or a hub's name; or `DEMO`."""
     dtype: str | None = None
     """"float32" or "bfloat16"; bfloat16 where None, unless the checkpoint is in float32."""
     num_pages: int = 512
