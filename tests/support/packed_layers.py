@@ -1,5 +1,8 @@
-"""Layers of GPTQ, AWQ and compressed-tensors, packed by the formats' definitions, and checkpoints that have them."""
+"""Quantised layers, packed by the formats' definitions, and checkpoints that have them."""
 
+import json
+
+import ml_dtypes
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,6 +30,10 @@ def make(kind, rows=N, inputs=K, seed=0):
     """The tensors of a layer by their last names, its weight in float64, and what config.json says."""
     random = np.random.default_rng(seed)
     method, bits, *options = kind.split()
+    if method == "fp8" or "float" in options:
+        return make_float8(method, options, random, rows, inputs)
+    if method == "bitsandbytes":
+        return (make_int8 if bits == "8" else make_four_bits)(options, random, rows, inputs)
     bits, half = int(bits), 1 << (int(bits) - 1)
     group = inputs if "rows" in options else 32 if "wide" in options else GROUP
     groups = inputs // group
@@ -75,6 +82,67 @@ def make(kind, rows=N, inputs=K, seed=0):
     return tensors, weight, {"quant_method": method, **said}
 
 
+def make_float8(method, options, random, rows, inputs):
+    """Scales of blocks of 24 x 20, which fit no layer; of rows; or of the layer, with one of its activations."""
+    high, wide = (24, 20) if "blocks" in options else (1, inputs) if "rows" in options else (rows, inputs)
+    values = random.normal(0, 100, (rows, inputs)).astype(ml_dtypes.float8_e4m3fn)
+    scales = random.uniform(0.01, 0.1, (-(-rows // high), -(-inputs // wide))).astype(np.float32)
+    weight = values.astype(np.float64) * scales[np.arange(rows)[:, None] // high, np.arange(inputs) // wide]
+    tensors = {"weight": values}
+    if method == "fp8":
+        tensors["weight_scale_inv"] = scales if "blocks" in options else scales[0, 0]
+        said = {"weight_block_size": [high, wide] if "blocks" in options else None}
+        said["activation_scheme"] = "dynamic" if "blocks" in options else "static"
+        if "blocks" not in options:
+            tensors["activation_scale"] = np.float32(3)
+        return tensors, weight, {"quant_method": "fp8", **said}
+    strategy = "block" if "blocks" in options else "channel" if "rows" in options else "tensor"
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "block_structure": [high, wide]}
+    tensors["weight_scale"] = scales if strategy != "tensor" else scales[0]
+    groups = {"group_0": {"weights": weights, "input_activations": {"dynamic": True}}}
+    return tensors, weight, {"quant_method": method, "format": "float-quantized", "config_groups": groups}
+
+
+def make_four_bits(options, random, rows, inputs):
+    kind = "fp4" if "fp4" in options else "nf4"
+    codes, table = random.integers(0, 16, rows * inputs), random.normal(size=16).astype(np.float32)
+    blocks = -(-rows * inputs // 64)
+    tensors = {"weight": (codes[0::2] << 4 | codes[1::2]).astype(np.uint8)[:, None], "weight.quant_map": table}
+    state = {"quant_type": kind, "blocksize": 64, "dtype": "bfloat16", "shape": [rows, inputs]}
+    if "nested" in options:
+        places, known = random.integers(0, 256, blocks), random.normal(size=256).astype(np.float32)
+        scales = random.uniform(0.1, 1, -(-blocks // 256)).astype(np.float32)
+        magnitudes = known[places].astype(np.float64) * scales[np.arange(blocks) // 256] + 0.375
+        tensors |= {"weight.absmax": places.astype(np.uint8), "weight.nested_absmax": scales}
+        tensors["weight.nested_quant_map"] = known
+        state |= {"nested_blocksize": 256, "nested_offset": 0.375, "nested_dtype": "float32"}
+    else:
+        magnitudes = random.uniform(0.01, 0.1, blocks).astype(np.float32)
+        tensors["weight.absmax"] = magnitudes
+    tensors[f"weight.quant_state.bitsandbytes__{kind}"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    weight = table[codes].astype(np.float64) * magnitudes[np.arange(rows * inputs) // 64]
+    said = {"load_in_4bit": True, "bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": "nested" in options}
+    return tensors, weight.reshape(rows, inputs), {"quant_method": "bitsandbytes", **said}
+
+
+def make_int8(_, random, rows, inputs):
+    codes, scales = random.integers(-127, 128, (rows, inputs)), random.uniform(1, 9, rows).astype(np.float32)
+    tensors = {"weight": codes.astype(np.int8), "SCB": scales, "weight_format": np.uint8(0)}
+    return (
+        tensors,
+        codes * scales[:, None].astype(np.float64) / 127,
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+    )
+
+
+def as_torch(array):
+    """A torch tensor of any dtype of a layer."""
+    array = np.ascontiguousarray(array).reshape(np.shape(array))
+    if array.dtype == ml_dtypes.float8_e4m3fn:
+        return torch.from_numpy(array.view(np.uint8)).view(torch.float8_e4m3fn)
+    return torch.from_numpy(array.copy())
+
+
 def quantise(folder, kind, damage=lambda _: None):
     """A checkpoint whose attention is quantised: the weights that it stands for by name, and the tensors."""
     make_checkpoint(folder, hidden_size=64, intermediate_size=64, dtype=torch.float32)
@@ -84,7 +152,7 @@ def quantise(folder, kind, damage=lambda _: None):
         parts, weight, said = make(kind, *tensors.pop(name).shape, seed=number)
         expected[name] = weight
         layer = name.removesuffix(".weight")
-        tensors |= {f"{layer}.{part}": torch.from_numpy(np.ascontiguousarray(v)) for part, v in parts.items()}
+        tensors |= {f"{layer}.{part}": as_torch(v) for part, v in parts.items()}
     damage(tensors)
     save_file(tensors, folder / "model.safetensors")
     rewrite(folder / "config.json", quantization_config=said)

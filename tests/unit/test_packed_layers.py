@@ -1,4 +1,4 @@
-"""GPTQ, AWQ and compressed-tensors: layers packed here by the formats' definitions are read back, faults refused."""
+"""Quantised checkpoints: layers packed here by the formats' definitions are read back, faults refused."""
 
 import dataclasses
 
@@ -11,14 +11,14 @@ from max.graph import DeviceRef
 from safetensors.torch import load_file, save_file
 
 from paged_kv.arrays.host import to_numpy
-from paged_kv.checkpoint.packed_layers import read_packing
+from paged_kv.checkpoint.packing import read_packing
 from paged_kv.checkpoint.source import open_source
 from paged_kv.cli import _run
 from paged_kv.errors import CheckpointError
 from paged_kv.graphs.models.fields import Fields
 from support.checkpoints import make_checkpoint, rewrite, to_torch, write_config
 from support.gguf_blocks import dequantise
-from support.packed_layers import K, N, make, quantise
+from support.packed_layers import K, N, as_torch, make, quantise
 from support.refusals import refused
 
 KINDS = [
@@ -27,6 +27,12 @@ KINDS = [
     "compressed-tensors 4 order", "compressed-tensors 8 int", "compressed-tensors 8 int symmetric rows",
 ]  # fmt: skip
 
+
+OTHERS = [
+    "fp8 8 blocks", "fp8 8", "compressed-tensors 8 float blocks", "compressed-tensors 8 float rows",
+    "compressed-tensors 8 float", "bitsandbytes 4 nf4 nested", "bitsandbytes 4 nf4", "bitsandbytes 4 fp4", "bitsandbytes 8",
+]  # fmt: skip
+"""Those that are no integers with groups."""
 
 IN_BLOCKS = {
     "gptq 4 wide": "INT4", "gptq 4 symmetric wide": "Q4_0", "gptq 8 rows": "INT8", "gptq 8 symmetric wide": "Q8_0",
@@ -54,6 +60,23 @@ def test_layers_are_unpacked(kind):
     np.testing.assert_allclose(layer.dequantised(), weight, rtol=1e-6)
 
 
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("shape", [(N, K), (72, 80), (9, 30), (300, 256)])
+def test_other_layers_are_dequantised(kind, shape):
+    tensors, weight, said = make(kind, *shape)
+    packing = packing_of(said)
+    assert {name for name, (*_, required) in packing.tensors(*shape).items() if required} <= set(tensors)
+    np.testing.assert_allclose(packing.unpack(*shape, tensors.get).dequantised(), weight, rtol=1e-5, atol=1e-7)
+    assert packing.encoding(64) == ("Q8_0" if kind == "bitsandbytes 8" else None)
+
+
+def test_rows_of_int8_become_blocks():
+    """Their scales are rounded to float16."""
+    tensors, weight, said = make("bitsandbytes 8", 24, 64)
+    blocks = packing_of(said).unpack(24, 64, tensors.get).blocks("Q8_0")
+    np.testing.assert_allclose(dequantise(blocks, "Q8_0"), weight, rtol=5e-4)
+
+
 @pytest.mark.parametrize("kind", IN_BLOCKS)
 def test_layers_are_put_into_blocks(kind):
     """Products of the same weights, exactly."""
@@ -69,7 +92,7 @@ def test_what_is_dequantised_instead(kind):
     assert packing_of(make(kind)[2]).encoding(K) is None
 
 
-@pytest.mark.parametrize("kind", [KINDS[3], KINDS[5], KINDS[8], KINDS[11]])
+@pytest.mark.parametrize("kind", [KINDS[3], KINDS[5], KINDS[8], KINDS[11], *OTHERS[:-1]])
 @pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16])
 def test_checkpoints_are_dequantised(tmp_path, kind, dtype):
     expected, tensors = quantise(tmp_path, kind)
@@ -106,7 +129,7 @@ def test_experts_that_lie_apart_become_a_stack_of_blocks(tmp_path):
         at, expert, part, _ = name.rsplit(".", 3)
         stacks.setdefault(at, {})[int(expert), part] = weight
         layer = name.removesuffix(".weight")
-        tensors |= {f"{layer}.{part}": torch.from_numpy(np.ascontiguousarray(v)) for part, v in parts.items()}
+        tensors |= {f"{layer}.{part}": as_torch(v) for part, v in parts.items()}
     save_file(tensors, tmp_path / "model.safetensors")
     rewrite(tmp_path / "config.json", quantization_config=said)
     source = open_source(tmp_path)
@@ -128,7 +151,7 @@ def test_heads_that_share_a_packed_layer_are_dequantised(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     name = "model.layers.0.self_attn.kv_b_proj"
     parts, weight, said = make("awq 4 wide", *tensors.pop(f"{name}.weight").shape)
-    tensors |= {f"{name}.{part}": torch.from_numpy(np.ascontiguousarray(v)) for part, v in parts.items()}
+    tensors |= {f"{name}.{part}": as_torch(v) for part, v in parts.items()}
     save_file(tensors, tmp_path / "model.safetensors")
     rewrite(tmp_path / "config.json", quantization_config=said)
     source = open_source(tmp_path)
@@ -188,6 +211,44 @@ FAULTS = {
         change("g_idx", lambda v: v.flip(0).contiguous()),
         r"layer \S+k_proj: g_idx is not in order, though no reordering is announced",
     ),
+    "float8's dtype": (
+        "fp8 8",
+        change("weight", lambda v: v.float()),
+        r"k_proj\.weight has dtype F32, expected F8_E4M3",
+    ),
+    "float8's blocks": (
+        "fp8 8 blocks",
+        change("weight_scale_inv", lambda v: v[:, :-1].clone()),
+        r"k_proj\.weight_scale_inv has shape \[2, 3\], expected \[2, 4\]",
+    ),
+    "float8's scale": (
+        "fp8 8",
+        change("weight_scale_inv", lambda v: v * np.inf),
+        r"layer \S+k_proj: a scale is not fin",
+    ),
+    "scales of columns": (
+        "compressed-tensors 8 float rows",
+        change("weight_scale", lambda v: v.T.contiguous()),
+        r"k_proj\.weight_scale has shape \[1, 32\], expected \[32, 1\]",
+    ),
+    "state": (
+        "bitsandbytes 4 nf4 nested",
+        change("weight.quant_state.bitsandbytes__nf4", lambda v: v[:-1].clone()),
+        r"layer \S+k_proj: weight\.quant_state\.bitsandbytes__nf4 is no state of a layer",
+    ),
+    "state of another layer": (
+        "bitsandbytes 4 nf4",
+        put(
+            "weight.quant_state.bitsandbytes__nf4", as_torch(np.frombuffer(b'{"blocksize":64,"shape":[8,8]}', np.uint8))
+        ),
+        r"k_proj: weight\.quant_state\S+ has blocksize, shape and nested_blocksize \[64, \[8, 8\], 256\], expected",
+    ),
+    "magnitude": (
+        "bitsandbytes 4 nf4",
+        change("weight.absmax", lambda v: v * np.nan),
+        r"layer \S+k_proj: a magnitude of a block is not finite",
+    ),
+    "columns": ("bitsandbytes 8", change("weight_format", lambda v: v + 1), r"k_proj: weight_format is 1, expected 0"),
     "bias": ("gptq 4", put("bias", torch.ones(32)), r"k_proj\.bias is no part of the model"),
     "more": ("gptq 4", put("lora", torch.ones(32)), r"k_proj\.lora is no part of the model"),
 }
@@ -217,9 +278,14 @@ def compressed(**weights):
     ("said", "message"),
     [
         (
-            {"quant_method": "bitsandbytes"},
+            {"quant_method": "hqq"},
             "quantization_config = .*: quantized .* not supported, but for",
         ),
+        ({"quant_method": ["fp8"]}, "quantization_config = .*: quantized .* not supported, but for"),
+        (make("fp8 8")[2] | {"fmt": "e5m2"}, 'fmt = "e5m2": only "e4m3"'),
+        (make("fp8 8")[2] | {"weight_block_size": [128]}, r"weight_block_size = \[128\]: a list of two positive"),
+        (make("bitsandbytes 8")[2] | {"load_in_4bit": True}, "load_in_4bit = true: one of load_in_4bit and"),
+        (make("bitsandbytes 4 nf4")[2] | {"bnb_4bit_quant_storage": "bfloat16"}, 'bnb_4bit_quant_storage = "bfloat16"'),
         (make("gptq 4")[2] | {"bits": 3}, r"quantization_config\.bits = 3: only 4 and 8 are supported"),
         (make("gptq 4")[2] | {"group_size": 0}, r"group_size = 0: a positive integer"),
         (make("gptq 4")[2] | {"checkpoint_format": "marlin"}, r'checkpoint_format = "marlin"'),
@@ -227,7 +293,8 @@ def compressed(**weights):
         (make("awq 4")[2] | {"version": "gemv"}, r'version = "gemv": only "gemm"'),
         (make("awq 4")[2] | {"bits": 8}, r"bits = 8: only 4"),
         (make("awq 4")[2] | {"zero_point": False}, "zero_point = false: layers without zeros"),
-        (compressed() | {"format": "float-quantized"}, 'format = "float-quantized"'),
+        (compressed() | {"format": "nvfp4-pack-quantized"}, 'format = "nvfp4-pack-quantized"'),
+        (compressed() | {"format": "float-quantized"}, r'weights\.type = "int": only "float"'),
         (compressed(type="float"), r'config_groups\.group_0\.weights\.type = "float"'),
         (compressed(strategy="block"), 'strategy = "block"'),
         (compressed(num_bits=2), "num_bits = 2: only 4 and 8"),

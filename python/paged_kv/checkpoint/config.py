@@ -10,7 +10,7 @@ from typing import Any
 
 from paged_kv.arguments import printable
 from paged_kv.checkpoint.end_tokens import end_tokens
-from paged_kv.checkpoint.packed_layers import read_packing
+from paged_kv.checkpoint.packing import read_packing
 from paged_kv.checkpoint.tokenizer_file import TOKENIZER, read_tokenizer
 from paged_kv.errors import CheckpointError, ContractTypeError
 from paged_kv.graphs.models import find_family

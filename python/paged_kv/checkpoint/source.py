@@ -15,7 +15,7 @@ from paged_kv.checkpoint.config import checkpoint_folder, load_config, load_samp
 from paged_kv.checkpoint.gguf import GgufCheckpoint, find_gguf, open_gguf
 from paged_kv.checkpoint.gguf_tokenizer import has_vocabulary, make_tokenizer
 from paged_kv.checkpoint.hub import located
-from paged_kv.checkpoint.packed_layers import read_packing
+from paged_kv.checkpoint.packing import read_packing
 from paged_kv.checkpoint.tokenizer_file import TOKENIZER, read_tokenizer
 from paged_kv.checkpoint.weights import Checkpoint, OnProgress, check_layers, open_checkpoint
 from paged_kv.graphs.models import find_family

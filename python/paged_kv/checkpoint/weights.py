@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 from max.driver import Buffer
@@ -30,7 +31,7 @@ from paged_kv.arguments import printable
 from paged_kv.arrays.dtypes import numpy_dtype
 from paged_kv.checkpoint import mxfp4
 from paged_kv.checkpoint.config import checkpoint_folder
-from paged_kv.checkpoint.packed_layers import GroupedWeight, Packing, check_layer
+from paged_kv.checkpoint.packing import Packing, Weight, check_layer
 from paged_kv.errors import CheckpointError
 from paged_kv.files import open_regular, path_of, read_regular
 from paged_kv.graphs.encodings import Encoding, row_bytes
@@ -52,6 +53,12 @@ INDEX_FILE = "model.safetensors.index.json"
 
 # Safetensors' name of each dtype that a weight may have.
 DTYPES = {"F32": DType.float32, "BF16": DType.bfloat16, "F16": DType.float16}
+FLOAT8 = {
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+}
+"""Dtypes of quantised layers alone."""
 _BLOCK_BYTES = 64 << 20
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
@@ -171,13 +178,13 @@ class Checkpoint:
 
     def _dequantised(self, name: str, shape: tuple[int, int]) -> np.ndarray:
         """A quantised weight in float32."""
-        return self._unpacked(name, shape, GroupedWeight.dequantised)
+        return self._unpacked(name, shape, lambda weight: weight.dequantised())
 
     def _in_blocks(self, name: str, shape: tuple[int, int], encoding: Encoding) -> np.ndarray:
         """A quantised weight in blocks."""
         return self._unpacked(name, shape, lambda weight: weight.blocks(encoding))
 
-    def _unpacked(self, name: str, shape: tuple[int, int], make: Callable[[GroupedWeight], np.ndarray]) -> np.ndarray:
+    def _unpacked(self, name: str, shape: tuple[int, int], make: Callable[[Weight], np.ndarray]) -> np.ndarray:
         """Return what `make` makes of a quantised weight."""
         assert self.packing is not None
         layer = name.removesuffix(".weight")
@@ -186,8 +193,7 @@ class Checkpoint:
             stored = self.tensors.get(f"{layer}.{part}")
             if stored is None:
                 return None
-            with safe_open(stored.file, framework="np", backend="pread") as opened:
-                values: np.ndarray = opened.get_slice(stored.name)[:]
+            values = _values(stored)
             per_row = part in ("weight_scale", "weight_zero_point") and values.ndim == 1
             return values[:, None] if per_row else values
 
@@ -423,6 +429,19 @@ def _promised_bytes(file: Path) -> int | None:
 def _address(view: Buffer) -> int:
     # NumPy's DLPack does not know bfloat16; Buffer.to_numpy may copy.
     return int(np.from_dlpack(view.view(DType.uint8, (view.num_elements * view.element_size,))).ctypes.data)
+
+
+def _values(stored: StoredTensor) -> np.ndarray:
+    """A whole tensor, of float8 too, which the safetensors library does not give to NumPy."""
+    if stored.dtype not in FLOAT8:
+        with safe_open(stored.file, framework="np", backend="pread") as opened:
+            values: np.ndarray = opened.get_tensor(stored.name)
+        return values
+    with open_regular(stored.file) as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        first, end = json.loads(opened.read(length))[stored.name]["data_offsets"]
+        opened.seek(8 + length + first)
+        return np.frombuffer(opened.read(end - first), FLOAT8[stored.dtype]).reshape(stored.shape)
 
 
 def _copy(stored: StoredTensor, dtype: DType) -> Buffer:

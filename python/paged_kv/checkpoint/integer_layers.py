@@ -1,6 +1,5 @@
-"""Linear layers of 4 and 8 bits in Hugging Face checkpoints: GPTQ, AWQ and compressed-tensors, in one common layout.
-
-`quantization_config` in config.json names the method. A layer `NAME` is quantised where its packed tensors are there:
+"""Linear layers of integers of 4 and 8 bits in Hugging Face checkpoints: GPTQ, AWQ and compressed-tensors, in one common
+layout. A layer `NAME` has these tensors:
 
 - GPTQ: `qweight` int32 `[K * bits / 32, N]` and `qzeros` int32 `[K / group, N * bits / 32]`, the lowest bits first;
   `scales` `[K / group, N]`; `g_idx` int32 `[K]`, the group of each input. Zeros are stored minus one,
@@ -15,23 +14,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from paged_kv.errors import CheckpointError
 from paged_kv.graphs.encodings import Encoding, block_bytes
 from paged_kv.graphs.models.fields import Fields
 
-_FLOATS = ("F16", "BF16", "F32")
+FLOATS = ("F16", "BF16", "F32")
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 Array = npt.NDArray[Any]
-Facts = tuple[str, tuple[int, ...]]
-"""A stored tensor's dtype, as safetensors names it, and its shape."""
+Part = tuple[tuple[str, ...], tuple[int, ...], bool]
+"""A tensor of a layer: the dtypes that it may have, as safetensors names them, its shape, and whether it must be there."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +98,8 @@ class GroupedWeight:
 
 
 @dataclass(frozen=True)
-class Packing:
-    """The packing of a checkpoint's layers."""
+class IntegerPacking:
+    """A `Packing` of integers with a scale, and perhaps a zero, for each group of inputs."""
 
     method: str
     """As messages call it: "GPTQ", "AWQ" or "compressed-tensors"."""
@@ -122,18 +119,13 @@ class Packing:
         """For one line of a log."""
         return f"{self.method} weights of {self.bits} bits"
 
-    def tensors(self, rows: int, inputs: int) -> dict[str, tuple[tuple[str, ...], tuple[int, ...], bool]]:
-        """Describe a layer: what its tensors are called after its name, their possible dtypes, their shape, and
-        whether they must be there.
-
-        Raises:
-            ValueError: the layer cannot be packed in this way; the text says why.
-        """
+    def tensors(self, rows: int, inputs: int) -> dict[str, Part]:
+        """As `Packing`."""
         group = self.group or inputs
         if inputs % group:
             raise ValueError(f"{inputs} inputs are no multiple of groups of {group}")
         groups, each = inputs // group, 32 // self.bits
-        ints, floats = ("I32",), _FLOATS
+        ints, floats = ("I32",), FLOATS
         if self.method == "compressed-tensors":
             if not self.packed:
                 zeros = {} if self.symmetric else {"weight_zero_point": (("I8",), (rows, groups), True)}
@@ -155,7 +147,7 @@ class Packing:
         if rows % each or (self.method == "GPTQ" and inputs % each):
             raise ValueError(f"{rows} rows of {inputs} codes of {self.bits} bits do not fill int32")
         codes = (inputs // each, rows) if self.method == "GPTQ" else (inputs, rows // each)
-        found: dict[str, tuple[tuple[str, ...], tuple[int, ...], bool]] = {
+        found: dict[str, Part] = {
             "qweight": (ints, codes, True),
             "qzeros": (ints, (groups, rows // each), True),
             "scales": (floats, (groups, rows), True),
@@ -163,9 +155,7 @@ class Packing:
         return found | ({"g_idx": (ints, (inputs,), False)} if self.method == "GPTQ" else {})
 
     def encoding(self, inputs: int) -> Encoding | None:
-        """The blocks that a layer is put into when it is loaded; None where it is dequantised instead: its groups are
-        no multiples of 32 inputs, or not in order.
-        """
+        """As `Packing`: None where groups are no multiples of 32 inputs, or not in order."""
         group = self.group or inputs
         if self.reordered or group % 32 or inputs % group:
             return None
@@ -175,17 +165,13 @@ class Packing:
 
     @property
     def codes_name(self) -> str:
-        """The tensor that tells a quantised layer."""
+        """As `Packing`."""
         if self.method == "compressed-tensors":
             return "weight_packed" if self.packed else "weight_scale"
         return "qweight"
 
     def unpack(self, rows: int, inputs: int, read: Callable[[str], Array | None]) -> GroupedWeight:
-        """A layer from its tensors, which have the shapes of `tensors`; None for one that is not there.
-
-        Raises:
-            ValueError: a scale is not finite, or `g_idx` is no order of whole groups; the text says which.
-        """
+        """As `Packing`; a ValueError too where `g_idx` is no order of whole groups."""
 
         def get(name: str) -> Array:
             found = read(name)
@@ -227,30 +213,8 @@ class Packing:
         return GroupedWeight(codes, np.ascontiguousarray(scales), zeros, order)
 
 
-def read_packing(fields: Fields) -> Packing | None:
-    """Return what `quantization_config` of a config.json says; None where there is none.
-
-    Raises:
-        CheckpointError: the method, or one of its options, is not read here; the message names key and value.
-    """
-    said = fields.section("quantization_config")
-    if said is None:
-        return None
-    method = said.get("quant_method")
-    if method == "gptq":
-        return _gptq(said)
-    if method == "awq":
-        return _awq_config(said)
-    if method == "compressed-tensors":
-        return _compressed(said)
-    if method == "mxfp4":  # of experts alone: the family's file says whether it has them
-        return None
-    raise fields.error(
-        "quantization_config", 'quantized checkpoints are not supported, but for "gptq", "awq" and "compressed-tensors"'
-    )
-
-
-def _gptq(said: Fields) -> Packing:
+def gptq(said: Fields) -> IntegerPacking:
+    """The layers of a `quantization_config` of GPTQ."""
     said.refuse("dynamic", "layers of different bits are not supported")
     zero_offset = said.one_of("checkpoint_format", {"gptq": 1, "gptq_v2": 0})
     group, symmetric, reordered = (
@@ -258,7 +222,7 @@ def _gptq(said: Fields) -> Packing:
         said.boolean("sym", False),
         said.boolean("desc_act", False),
     )
-    return Packing(
+    return IntegerPacking(
         "GPTQ",
         _bits(said, "bits", (4, 8)),
         group,
@@ -268,27 +232,20 @@ def _gptq(said: Fields) -> Packing:
     )
 
 
-def _awq_config(said: Fields) -> Packing:
+def awq(said: Fields) -> IntegerPacking:
+    """The layers of a `quantization_config` of AWQ."""
     said.one_of("version", {"gemm": None, "GEMM": None})
     if not said.boolean("zero_point", True):
         raise said.error("zero_point", "layers without zeros are not supported")
     bits, group = ("bits" if said.get("bits") is not None else "w_bit"), "group_size"
-    return Packing(
+    return IntegerPacking(
         "AWQ", _bits(said, bits, (4,)), _group(said, group if said.get(group) is not None else "q_group_size")
     )
 
 
-def _compressed(said: Fields) -> Packing:
-    packed = said.one_of("format", {"pack-quantized": True, "int-quantized": False})
-    groups = said.section("config_groups")
-    if groups is None or len(groups.values) != 1:
-        raise said.error("config_groups", "one group of layers is supported")
-    (name,) = groups.values
-    group = groups.section(name)
-    weights = group.section("weights") if group is not None else None
-    if group is None or weights is None:
-        raise groups.error(name, "an object with weights is expected")
-    inputs = group.section("input_activations")
+def compressed_integers(said: Fields, weights: Fields, inputs: Fields | None) -> IntegerPacking:
+    """compressed-tensors' `format` "pack-quantized" or "int-quantized"; `weights` and `inputs` are of its one group."""
+    packed = said.get("format") == "pack-quantized"
     if inputs is not None and not inputs.boolean("dynamic"):
         raise inputs.error("dynamic", "activations with stored scales are not supported")
     weights.one_of("type", {"int": None})
@@ -297,7 +254,7 @@ def _compressed(said: Fields) -> Packing:
     symmetric = weights.boolean("symmetric", True)
     bits = _bits(weights, "num_bits", (4, 8) if packed else (8,))
     reordered = weights.get("actorder") is not None and size is not None
-    return Packing("compressed-tensors", bits, size, symmetric=symmetric, packed=packed, reordered=reordered)
+    return IntegerPacking("compressed-tensors", bits, size, symmetric=symmetric, packed=packed, reordered=reordered)
 
 
 def _bits(said: Fields, key: str, known: tuple[int, ...]) -> int:
@@ -336,33 +293,3 @@ def _order(index: Array, group: int, inputs: int) -> npt.NDArray[np.int64] | Non
     if not np.array_equal(index[order], expected):
         raise ValueError(f"g_idx does not put {group} inputs into each of {inputs // group} groups")
     return order
-
-
-def check_layer(
-    packing: Packing, name: str, rows: int, inputs: int, tensors: Mapping[str, Facts], origin: Path
-) -> set[str]:
-    """The names of the tensors of a quantised layer `[rows, inputs]`, held against their headers.
-
-    Raises:
-        CheckpointError: one is missing, or of a wrong dtype or shape; the message names it.
-    """
-    try:
-        expected = packing.tensors(rows, inputs)
-    except ValueError as error:
-        raise CheckpointError(f"{origin}: layer {name}: {error}") from None
-    found = set()
-    for part, (dtypes, shape, required) in expected.items():
-        tensor = f"{name}.{part}"
-        facts = tensors.get(tensor)
-        if facts is None:
-            if required:
-                raise CheckpointError(f"{origin}: tensor {tensor} is missing")
-            continue
-        dtype, stored = facts
-        if dtype not in dtypes:
-            raise CheckpointError(f"{origin}: tensor {tensor} has dtype {dtype}, expected {' or '.join(dtypes)}")
-        # A scale for a whole row may be stored without its dimension of one.
-        if stored != shape and not (len(shape) == 2 and shape[1] == 1 and stored == shape[:1]):
-            raise CheckpointError(f"{origin}: tensor {tensor} has shape {list(stored)}, expected {list(shape)}")
-        found.add(tensor)
-    return found
