@@ -29,7 +29,7 @@ class Float8Weight:
 
     def dequantised(self) -> npt.NDArray[np.float32]:
         """The weight in float32, `[N, K]`."""
-        rows, inputs = self.values.shape
+        inputs = self.values.shape[1]
         result = self.values.astype(np.float32)
         for row in range(len(self.scales)):  # a scale for each element would take as much memory as the weight
             part = result[row * self.block[0] : (row + 1) * self.block[0]]
@@ -58,8 +58,9 @@ class Float8Packing:
         high, wide = self._sizes(rows, inputs)
         shape = (-(-rows // high), -(-inputs // wide))
         scales = {self.scale: ((*FLOATS, "F8_E8M0"), shape, True)}
-        ignored = {name: (FLOATS, (), False) for name in ("activation_scale", "input_scale")}
-        return {"weight": (("F8_E4M3",), (rows, inputs), True), **scales, **ignored}
+        unused: Part = (FLOATS, (), False)
+        weight: Part = (("F8_E4M3",), (rows, inputs), True)
+        return {"weight": weight, **scales, "activation_scale": unused, "input_scale": unused}
 
     def encoding(self, inputs: int) -> Encoding | None:
         """As `Packing`: None, for want of a product."""
