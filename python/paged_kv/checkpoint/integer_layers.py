@@ -1,5 +1,6 @@
-"""Linear layers of integers of 4 and 8 bits in Hugging Face checkpoints: GPTQ, AWQ and compressed-tensors, in one common
-layout. A layer `NAME` has these tensors:
+"""Linear layers of integers of 4 and 8 bits in Hugging Face checkpoints, in one common layout.
+
+GPTQ, AWQ and compressed-tensors have these tensors for a layer `NAME`:
 
 - GPTQ: `qweight` int32 `[K * bits / 32, N]` and `qzeros` int32 `[K / group, N * bits / 32]`, the lowest bits first;
   `scales` `[K / group, N]`; `g_idx` int32 `[K]`, the group of each input. Zeros are stored minus one,
