@@ -29,7 +29,7 @@ FLOATS = ("F16", "BF16", "F32")
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 Array = npt.NDArray[Any]
 Part = tuple[tuple[str, ...], tuple[int, ...], bool]
-"""A tensor of a layer: the dtypes that it may have, as safetensors names them, its shape, and whether it must be there."""
+"""A tensor of a layer: dtypes that it may have, as safetensors names them, its shape, and whether it must be there."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Quantised linear layers of Hugging Face checkpoints: which method config.json names, and which tensors a layer has.
+"""Quantised linear layers of Hugging Face checkpoints: the method that config.json names, and the tensors of a layer.
 
 `quantization_config` names the method. A layer is quantised where the tensors of its method are there, whatever lists of
 layers the configuration has. Integers with groups are in integer_layers.py, float8 in float8_layers.py, bitsandbytes'
