@@ -30,7 +30,8 @@ KINDS = [
 
 OTHERS = [
     "fp8 8 blocks", "fp8 8", "compressed-tensors 8 float blocks", "compressed-tensors 8 float rows",
-    "compressed-tensors 8 float", "bitsandbytes 4 nf4 nested", "bitsandbytes 4 nf4", "bitsandbytes 4 fp4", "bitsandbytes 8",
+    "compressed-tensors 8 float", "bitsandbytes 4 nf4 nested", "bitsandbytes 4 nf4", "bitsandbytes 4 fp4",
+    "bitsandbytes 8",
 ]  # fmt: skip
 """Those that are no integers with groups."""
 

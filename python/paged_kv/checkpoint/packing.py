@@ -1,8 +1,8 @@
-"""Quantised linear layers of Hugging Face checkpoints: the method that config.json names, and the tensors of a layer.
+"""Quantised linear layers of Hugging Face checkpoints: the method that config.json names, and a layer's tensors.
 
-`quantization_config` names the method. A layer is quantised where the tensors of its method are there, whatever lists of
-layers the configuration has. Integers with groups are in integer_layers.py, float8 in float8_layers.py, bitsandbytes'
-codes in bitsandbytes_layers.py.
+`quantization_config` names the method. A layer is quantised where the tensors of its method are there, whatever lists
+of layers the configuration has. Integers with groups are in integer_layers.py, float8 in float8_layers.py,
+bitsandbytes' codes in bitsandbytes_layers.py.
 """
 
 from __future__ import annotations
