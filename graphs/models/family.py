@@ -84,6 +84,8 @@ class Gguf:
     architecture has no windows."""
     needs_window: bool = False
     """A file without `attention.sliding_window` is refused; elsewhere it has no windows."""
+    mixture: str | None = None
+    """Hugging Face's name of the architecture where there are experts, if it is another one."""
     windowed: str | None = None
     """Hugging Face's name of the architecture where layers have windows, if it is another one."""
     rotates_windows_apart: bool = False

@@ -24,13 +24,15 @@ def read(fields: Fields) -> DecoderConfig:
     )
 
 
-def _of_metadata(values: Mapping[str, Any], number: Number) -> dict[str, float]:
+def of_metadata(values: Mapping[str, Any], number: Number) -> dict[str, float]:
     return {
         "attention_multiplier": number("attention.scale", 0.0) or values["head_dim"] ** -0.5,
         "logits_scaling": number("logit_scale", 1.0),
     }
 
 
+MULTIPLIERS = {"embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale"}
+"""Their names in GGUF files."""
 _HYBRID = frozenset(
     {f"ssm.{name}" for name in ("conv_kernel", "group_count", "inner_size", "state_size", "time_step_rank")}
     | {"expert_shared_feed_forward_length"}
@@ -44,8 +46,8 @@ FAMILY = Family(
     gguf=Gguf(
         "granite",
         rotates_neighbours=True,
-        multipliers={"embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale"},
-        finish=_of_metadata,
+        multipliers=MULTIPLIERS,
+        finish=of_metadata,
         reads=frozenset({"attention.scale", "logit_scale"}),
         without_effect=_HYBRID,
         neutral={"rope.scaling.finetuned": (True,)},  # it says whether q and k are rotated at all

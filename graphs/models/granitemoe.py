@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from paged_kv.graphs.models import granite
 from paged_kv.graphs.models.config import DecoderConfig
-from paged_kv.graphs.models.family import Family
+from paged_kv.graphs.models.family import EXPERTS, LAYER, LLAMA_ROPE, Family, Gguf
 from paged_kv.graphs.models.fields import Fields
 from paged_kv.graphs.models.mixture import read_experts
 
@@ -24,6 +24,17 @@ FAMILY = Family(
     architecture="GraniteMoeForCausalLM",
     model_type="granitemoe",
     read=read,
+    gguf=Gguf(
+        "granitemoe",
+        layer=LAYER | EXPERTS,
+        rotates_neighbours=True,
+        sizes={"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
+        multipliers=granite.MULTIPLIERS,
+        finish=granite.of_metadata,
+        reads=frozenset({"attention.scale", "logit_scale"}),
+        neutral={"rope.scaling.finetuned": (True,)},  # it says whether q and k are rotated at all
+        rope_tensors=LLAMA_ROPE,
+    ),
     renames={
         "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up_proj",
         "block_sparse_moe.output_linear.weight": "mlp.experts.down_proj",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paged_kv.graphs.models.config import DecoderConfig, read_config
-from paged_kv.graphs.models.family import Family
+from paged_kv.graphs.models.family import Family, Gguf
 from paged_kv.graphs.models.fields import Fields
 
 
@@ -16,5 +16,6 @@ FAMILY = Family(
     architecture="HunYuanDenseV1ForCausalLM",
     model_type="hunyuan_v1_dense",
     read=read,
+    gguf=Gguf("hunyuan-dense"),
     renames={"self_attn.query_layernorm.": "self_attn.q_norm.", "self_attn.key_layernorm.": "self_attn.k_norm."},
 )

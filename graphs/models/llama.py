@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paged_kv.graphs.models.config import DecoderConfig, read_config
-from paged_kv.graphs.models.family import LLAMA_ROPE, Family, Gguf
+from paged_kv.graphs.models.family import EXPERTS, LAYER, LLAMA_ROPE, Family, Gguf
 from paged_kv.graphs.models.fields import Fields
 
 
@@ -17,5 +17,13 @@ FAMILY = Family(
     architecture="LlamaForCausalLM",
     model_type="llama",
     read=read,
-    gguf=Gguf("llama", rotates_neighbours=True, windows=0, windowed="MistralForCausalLM", rope_tensors=LLAMA_ROPE),
+    gguf=Gguf(
+        "llama",
+        layer=LAYER | EXPERTS,
+        rotates_neighbours=True,
+        windows=0,
+        windowed="MistralForCausalLM",
+        mixture="MixtralForCausalLM",
+        rope_tensors=LLAMA_ROPE,
+    ),
 )

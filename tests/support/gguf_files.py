@@ -47,6 +47,16 @@ MODELS = {
         {"head_dim": 64, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
          "norm_topk_prob": True},
     ),
+    "mixtral": (
+        transformers.MixtralConfig,
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 256},
+    ),
+    "granitemoe": (
+        transformers.GraniteMoeConfig,
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 256, "attention_multiplier": 0.1,
+         "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.0},
+    ),
+    "hunyuan-dense": (transformers.HunYuanDenseV1Config, {"head_dim": 32}),
     "gpt-oss": (
         transformers.GptOssConfig,
         {"head_dim": 32, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 256,
@@ -83,6 +93,13 @@ MODELS = {
 }  # fmt: skip
 """Transformers' configuration of each of GGUF's architectures, and what is not in `SIZES`."""
 
+RENAMED = {
+    "block_sparse_moe.router": "mlp.gate",
+    "block_sparse_moe": "mlp",
+    "query_layernorm": "q_norm",
+    "key_layernorm": "k_norm",
+}
+"""Parts of names in transformers, and those of a step."""
 GEMMAS = ("gemma2", "gemma3")
 ARCHITECTURES = {
     "gemma3_text": "gemma3",
@@ -90,6 +107,8 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "gpt_oss": "gpt-oss",
     "cohere": "command-r",
+    "mixtral": "llama",
+    "hunyuan_v1_dense": "hunyuan-dense",
 }
 
 _KEYS = {
@@ -230,6 +249,8 @@ def hugging_face_weights(model):
     found = {}
     alternates = model.config.model_type == "gpt_oss"
     for name, weight in model.named_parameters():
+        for theirs, ours in RENAMED.items():
+            name = name.replace(theirs, ours)
         stem, kind = (name.removesuffix("_bias"), "bias") if name.endswith("_bias") else (name, "weight")
         if name.endswith("sinks"):
             found[f"{name}.weight"] = weight
@@ -287,7 +308,7 @@ def _decoded(data, kind):
 
 def _converted(architecture, name, values, config, back=False):
     """The converter's changes: rows of q and k of each head by turns from its halves, and norms of Gemma plus 1."""
-    if architecture in ("llama", "granite", "smollm3") and name.split(".")[-2] in ("q_proj", "k_proj"):
+    if architecture in ("llama", "granite", "granitemoe", "smollm3") and name.split(".")[-2] in ("q_proj", "k_proj"):
         heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
         half = len(values) // heads // 2
         order = np.arange(len(values)).reshape(heads, 2, half).swapaxes(1, 2).reshape(-1)

@@ -240,7 +240,7 @@ def test_no_encoding_up_to_the_last_is_a_number():
         ({"encoding_of": lambda name: "TQ1_0" if "blk.0.ffn_up" in name else "Q4_0"},
          "tensor blk.0.ffn_up.weight has encoding TQ1_0, expected one of F32, F16, BF16, Q4_0, Q8_0, IQ4_NL, Q4_K,"
          " Q5_K, Q6_K, IQ4_XS, MXFP4, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K: download the model's Q4_K_M, Q8_0 or Q2_K file"),
-        ({"metadata": {"llama.expert_count": 8}}, "llama.expert_count = 8: only 0 is supported of llama"),
+        ({"metadata": {"llama.expert_count": 8}}, "llama.expert_used_count = None: a positive integer"),
         ({"metadata": {"split.count": 3}}, "split.count = 3: a part is expected to be named as NAME-00001-of-"),
         ({"metadata": {"llama.rope.dimension_count": 16}}, "llama.rope.dimension_count = 16: a part of head_dim = 32"),
         ({"drop": ["attention.value_length"], "metadata": {"llama.attention.value_length": 16}},

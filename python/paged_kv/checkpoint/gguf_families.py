@@ -91,6 +91,11 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
     if any(narrow):
         values["sliding_window"] = metadata.integer("attention.sliding_window")
         values["architectures"] = [family.windowed or _ARCHITECTURES[family.name]]
+    has_experts = family.mixture is not None and bool(metadata.scalar("expert_count"))
+    if has_experts:
+        values["architectures"] = [family.mixture]
+        values["num_local_experts"] = metadata.integer("expert_count")
+        values["num_experts_per_tok"] = metadata.integer("expert_used_count")
     if family.windows is not None:
         narrow = narrow or [False] * metadata.integer("block_count")
         values["layer_types"] = ["sliding_attention" if is_narrow else "full_attention" for is_narrow in narrow]
@@ -126,6 +131,8 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
     }
     more = {"rope.freq_base_swa": (theta,), "attention.scale": (0, scored**-0.5)}
     same |= {name: allowed for name, allowed in more.items() if name not in used}
+    if family.mixture is not None and not has_experts:
+        same["expert_used_count"] = (0,)
     same |= family.neutral
     metadata.check(same, without_effect=family.without_effect | (frozenset() if any(narrow) else OF_WINDOWED_LAYERS))
     return values | _special_tokens(header)
@@ -135,6 +142,7 @@ def _used(family: Gguf) -> frozenset[str]:
     """The metadata's keys that a family reads, beside those of all."""
     used = family.reads.union(family.sizes.values(), family.multipliers.values(), family.eps[1:])
     used |= frozenset() if family.windows is None else WINDOWS
+    used |= frozenset() if family.mixture is None else {"expert_count", "expert_used_count"}
     return used | ({"rope.freq_base_swa"} if family.rotates_windows_apart else set())
 
 
