@@ -12,7 +12,7 @@ import numpy as np
 from max.dtype import DType
 from max.graph import Dim, StaticDim, TensorType, TensorValue, ops
 
-from paged_kv.errors import ContractTypeError, ShapeError
+from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.graphs.checks import check_tensor, check_value, names
 from paged_kv.graphs.paged_cache import DTYPES, constant
 
@@ -23,6 +23,9 @@ HADAMARD = "paged_kv_hadamard"
 ROTARY_TABLES = "paged_kv_rotary_tables"
 ADD_SCALED = "paged_kv_add_scaled"
 GATE_UNITS = "paged_kv_gate_units"
+CHOOSE_EXPERTS = "paged_kv_choose_experts"
+GATE_HALVES = "paged_kv_gate_halves"
+WEIGHTED_SUM = "paged_kv_weighted_sum"
 WIDEN = "paged_kv_widen"
 STEP_ROWS = "paged_kv_step_rows"
 
@@ -237,6 +240,96 @@ def gate_units(gate: TensorValue, up: TensorValue, activation: Activation) -> Te
         parameters={"activation": activation},
     )
     return y.tensor
+
+
+def choose_experts(
+    logits: TensorValue,
+    chosen: int,
+    *,
+    bias: TensorValue | None = None,
+    groups: int = 1,
+    chosen_groups: int = 1,
+    sigmoid: bool = False,
+    sum_to_one: bool = False,
+    scale: float = 1.0,
+) -> tuple[TensorValue, TensorValue]:
+    """The weights (float32) and indices (int32) of the `chosen` experts of each row of logits `[N, E]` float32, both
+    `[N, chosen]`, in the order of their scores. On the CPU alone.
+
+    Args:
+        bias: `[E]` float32, added to the scores by which experts are chosen, not to their weights.
+        groups: Experts lie in so many groups; they are chosen from the `chosen_groups` whose greatest score (of
+            sigmoids, the sum of the two greatest) is greatest.
+        sigmoid: Scores are sigmoids, not a softmax.
+        sum_to_one: The weights are divided by their sum.
+        scale: The weights are multiplied by it.
+
+    Raises:
+        ContractError, ContractTypeError, ShapeError: device, dtype or shape of an argument. Sizes that do not fit each
+            other are an error (`ValueError`) when the graph runs.
+    """
+    check_tensor("logits", logits)
+    _check_cpu("logits", logits)
+    check_value("logits", logits, DType.float32, [None, None], logits.device)
+    if bias is None:
+        bias = constant(np.zeros(0, np.float32))
+    else:
+        check_value("bias", bias, DType.float32, [logits.shape[1]], logits.device)
+    sizes = constant(np.array([groups, chosen_groups, sigmoid, sum_to_one], np.int32))
+    kinds = [TensorType(dtype, [logits.shape[0], chosen], logits.device) for dtype in (DType.float32, DType.int32)]
+    values = [logits, bias, sizes, constant(np.array([scale], np.float32))]
+    weights, experts = ops.custom(CHOOSE_EXPERTS, device=logits.device, values=values, out_types=kinds)
+    return weights.tensor, experts.tensor
+
+
+def gate_halves(x: TensorValue, clamped: tuple[float, float] | None = None) -> TensorValue:
+    """The gated units `silu(gate) up` `[N, D]` of the halves gate and up of each row of x `[N, 2 D]`. On the CPU alone.
+
+    Args:
+        clamped: alpha and limit; then it is `(up + 1) gate sigmoid(alpha gate)`, with gate at most `limit` and up
+            within `-limit` and it.
+
+    Raises:
+        ContractError, ContractTypeError, ShapeError: device, dtype or shape of x.
+    """
+    check_tensor("x", x)
+    _check_cpu("x", x)
+    if x.dtype not in DTYPES:
+        raise ContractTypeError(f"x: dtype {x.dtype.name} is none of {names(DTYPES)}")
+    if x.rank != 2 or not isinstance(x.shape[1], StaticDim) or int(x.shape[1]) % 2:
+        raise ShapeError(f"x: shape {list(x.shape)}, expected two dimensions, the second known and even")
+    (y,) = ops.custom(
+        GATE_HALVES,
+        device=x.device,
+        values=[x, constant(np.array(clamped or (0, 0), np.float32))],
+        out_types=[TensorType(x.dtype, [x.shape[0], int(x.shape[1]) // 2], x.device)],
+        parameters={"activation": "silu" if clamped is None else "clamped"},
+    )
+    return y.tensor
+
+
+def weighted_sum(x: TensorValue, weights: TensorValue) -> TensorValue:
+    """The sum over the second axis of x `[N, C, D]` by weights `[N, C]` float32, in float32, rounded once to x's dtype:
+    `[N, D]`. On the CPU alone.
+
+    Raises:
+        ContractError, ContractTypeError, ShapeError: device, dtype or shape of an argument.
+    """
+    check_tensor("x", x)
+    _check_cpu("x", x)
+    if x.dtype not in DTYPES:
+        raise ContractTypeError(f"x: dtype {x.dtype.name} is none of {names(DTYPES)}")
+    if x.rank != 3:
+        raise ShapeError(f"x: rank {x.rank}, expected 3")
+    check_value("weights", weights, DType.float32, [x.shape[0], x.shape[1]], x.device)
+    kind = TensorType(x.dtype, [x.shape[0], x.shape[2]], x.device)
+    (y,) = ops.custom(WEIGHTED_SUM, device=x.device, values=[x, weights], out_types=[kind])
+    return y.tensor
+
+
+def _check_cpu(name: str, value: TensorValue) -> None:
+    if value.device.is_gpu():
+        raise ContractError(f"{name}: experts run on the CPU alone")
 
 
 def widened(x: TensorValue) -> TensorValue:

@@ -28,6 +28,8 @@ from paged_kv.graphs.latent_ops import (
 )
 from paged_kv.graphs.layer_ops import (
     ADD_SCALED,
+    CHOOSE_EXPERTS,
+    GATE_HALVES,
     GATE_UNITS,
     HADAMARD,
     RMS_NORM,
@@ -35,8 +37,11 @@ from paged_kv.graphs.layer_ops import (
     ROTATE,
     STEP_ROWS,
     TAKE_ROWS,
+    WEIGHTED_SUM,
     WIDEN,
     add_scaled,
+    choose_experts,
+    gate_halves,
     gate_units,
     hadamard,
     is_hadamard_size,
@@ -45,6 +50,7 @@ from paged_kv.graphs.layer_ops import (
     rotary_tables,
     rotate,
     take_rows,
+    weighted_sum,
     widened,
 )
 from paged_kv.graphs.linear_ops import EXPERT_LINEAR, LINEAR, expert_linear, linear, linear_group
@@ -55,9 +61,11 @@ __all__ = [
     "ADD_SCALED",
     "ATTENTION",
     "BITS",
+    "CHOOSE_EXPERTS",
     "CODES",
     "DTYPES",
     "EXPERT_LINEAR",
+    "GATE_HALVES",
     "GATE_UNITS",
     "HADAMARD",
     "KV_DTYPES",
@@ -69,6 +77,7 @@ __all__ = [
     "ROTATE",
     "STEP_ROWS",
     "TAKE_ROWS",
+    "WEIGHTED_SUM",
     "WIDEN",
     "GpuKernel",
     "KVLayout",
@@ -80,9 +89,11 @@ __all__ = [
     "attention",
     "attention_at_run_time",
     "cache_dtype",
+    "choose_experts",
     "compiled_kernels",
     "copy_pages",
     "expert_linear",
+    "gate_halves",
     "gate_units",
     "gather",
     "hadamard",
@@ -101,6 +112,7 @@ __all__ = [
     "rotary_tables",
     "rotate",
     "take_rows",
+    "weighted_sum",
     "widened",
 ]
 

@@ -13,6 +13,7 @@ from std.sys import size_of
 from .cache.checks import check_equal
 from .cache.pointers import untracked, untracked_immutable
 from .layers.elementwise import add_scaled, gate_units, widen_all
+from .layers.experts import ExpertChoice, GatedHalves, WeightedSum
 from .layers.hadamard import GREATEST_HEAD_DIM, HadamardRows, LEAST_HEAD_DIM
 from .layers.rms_norm import RmsNorm
 from .layers.rotary_tables import RotaryTables
@@ -234,6 +235,123 @@ struct GateUnits:
             gate.size(),
             parallelism_level(None),
         )
+
+
+@extensibility.register("paged_kv_choose_experts")
+struct ChooseExperts:
+    """Chooses the experts of each row and their weights, as `ExpertChoice` says. CPU only.
+
+    logits `[N, E]` float32; bias `[E]` float32, or empty; sizes `[4]` int32: groups, chosen groups, 1 for sigmoids,
+    1 for weights whose sum is 1; scale `[1]` float32. weights `[N, C]` float32, experts `[N, C]` int32.
+    """
+
+    @staticmethod
+    def execute[
+        target: StaticString
+    ](
+        weights: OutputTensor[dtype=DType.float32, rank=2, ...],
+        experts: OutputTensor[dtype=DType.int32, rank=2, ...],
+        logits: InputTensor[dtype=DType.float32, rank=2, ...],
+        bias: InputTensor[dtype=DType.float32, rank=1, ...],
+        sizes: InputTensor[dtype=DType.int32, rank=1, ...],
+        scale: InputTensor[dtype=DType.float32, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        comptime if is_gpu[target]():
+            raise Error("paged_kv_choose_experts runs on the CPU alone")
+        var count = logits.dim_size(1)
+        check_equal("experts: its number of rows", experts.dim_size(0), logits.dim_size(0))
+        check_equal("weights: its number of elements", weights.size(), experts.size())
+        check_equal("sizes: its length", sizes.dim_size(0), 4)
+        check_equal("scale: its length", scale.dim_size(0), 1)
+        var has_bias = bias.dim_size(0) > 0
+        if has_bias:
+            check_equal("bias: its length", bias.dim_size(0), count)
+        var size = untracked_immutable(sizes.unsafe_ptr())
+        var groups, chosen_groups = Int(size[unsafe_offset=0]), Int(size[unsafe_offset=1])
+        var sigmoid = size[unsafe_offset=2] != 0
+        if groups < 1 or count % groups != 0 or (groups > 1 and sigmoid and count == groups):
+            raise Error("sizes: ", groups, " groups do not divide ", count, " experts")
+        if chosen_groups < 1 or chosen_groups > groups:
+            raise Error("sizes: ", chosen_groups, " of ", groups, " groups are chosen")
+        if experts.dim_size(1) > count // groups * chosen_groups:
+            raise Error("experts: ", experts.dim_size(1), " of ", count // groups * chosen_groups, " are chosen")
+        ExpertChoice(
+            untracked(weights.unsafe_ptr()),
+            untracked(experts.unsafe_ptr()),
+            untracked(logits.unsafe_ptr()),
+            untracked(bias.unsafe_ptr()),
+            logits.dim_size(0),
+            count,
+            experts.dim_size(1),
+            groups,
+            chosen_groups,
+            has_bias,
+            sigmoid,
+            size[unsafe_offset=3] != 0,
+            untracked(scale.unsafe_ptr())[],
+        ).run(parallelism_level(None))
+
+
+@extensibility.register("paged_kv_gate_halves")
+struct GateHalves:
+    """Computes gated units of the halves of each row, as `GatedHalves` says. CPU only.
+
+    x `[N, 2 D]`, y `[N, D]`; numbers `[2]` float32: alpha, limit; activation: "silu" or "clamped".
+    """
+
+    @staticmethod
+    def execute[
+        dtype: DType, //, target: StaticString, activation: StaticString
+    ](
+        y: OutputTensor[dtype=dtype, rank=2, ...],
+        x: InputTensor[dtype=dtype, rank=2, ...],
+        numbers: InputTensor[dtype=DType.float32, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        comptime if is_gpu[target]():
+            raise Error("paged_kv_gate_halves runs on the CPU alone")
+        check_equal("y: its number of rows", y.dim_size(0), x.dim_size(0))
+        check_equal("x: its number of columns", x.dim_size(1), 2 * y.dim_size(1))
+        check_equal("numbers: its length", numbers.dim_size(0), 2)
+        var alpha_and_limit = untracked(numbers.unsafe_ptr())
+        GatedHalves[dtype, activation](
+            untracked(y.unsafe_ptr()),
+            untracked(x.unsafe_ptr()),
+            y.dim_size(0),
+            y.dim_size(1),
+            alpha_and_limit[unsafe_offset=0],
+            alpha_and_limit[unsafe_offset=1],
+        ).run(parallelism_level(None))
+
+
+@extensibility.register("paged_kv_weighted_sum")
+struct SumByWeights:
+    """Sums rows by weights: x `[N, C, D]`, weights `[N, C]` float32, y `[N, D]`, as `WeightedSum` says. CPU only."""
+
+    @staticmethod
+    def execute[
+        dtype: DType, //, target: StaticString
+    ](
+        y: OutputTensor[dtype=dtype, rank=2, ...],
+        x: InputTensor[dtype=dtype, rank=3, ...],
+        weights: InputTensor[dtype=DType.float32, rank=2, ...],
+        ctx: DeviceContext,
+    ) raises:
+        comptime if is_gpu[target]():
+            raise Error("paged_kv_weighted_sum runs on the CPU alone")
+        check_equal("weights: its number of rows", weights.dim_size(0), x.dim_size(0))
+        check_equal("weights: its number of columns", weights.dim_size(1), x.dim_size(1))
+        check_equal("y: its number of rows", y.dim_size(0), x.dim_size(0))
+        check_equal("y: its number of columns", y.dim_size(1), x.dim_size(2))
+        WeightedSum[dtype](
+            untracked(y.unsafe_ptr()),
+            untracked(x.unsafe_ptr()),
+            untracked(weights.unsafe_ptr()),
+            x.dim_size(0),
+            x.dim_size(1),
+            x.dim_size(2),
+        ).run(parallelism_level(None))
 
 
 @extensibility.register("paged_kv_widen")

@@ -135,6 +135,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if session.config.option.collectonly or session.config.option.dist != "no":  # workers start what they need
         return
     for item in session.items:
+        if any(marker.args and marker.args[0] for marker in item.iter_markers("skipif")):
+            continue  # nobody would wait for its jobs
         for marker in item.iter_markers("waits_for"):
             for job in marker.args:
                 job.start()

@@ -14,7 +14,8 @@ NEW_TOKENS = 8
 PAGES = (16, 9 * len(PROMPTS))
 """Tokens of a page, and pages: enough for all prompts and their new tokens."""
 
-BASE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 24}
+BASE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}
+"""Sizes, and those of experts below, are the same where they can be: what is computed alike is then compiled once."""
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
 LONGROPE = {
     "rope_type": "longrope",
@@ -29,25 +30,24 @@ GEMMA_ROPE = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
+EXPERTS = {"num_experts_per_tok": 3, "intermediate_size": 24}
 CASES = {
-    "llama": ("Llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": YARN}),
+    "llama": ("Llama", {"head_dim": 24, "attention_bias": True, "mlp_bias": True, "rope_parameters": YARN}),
     "mistral": ("Mistral", {"sliding_window": 21}),
     "qwen2": (
         "Qwen2",
         {
-            "head_dim": 8,
             "tie_word_embeddings": True,
             "use_sliding_window": True,
             "sliding_window": 17,
             "max_window_layers": 1,
         },
     ),
-    "qwen3": ("Qwen3", {}),
-    "olmo2": ("Olmo2", {"head_dim": 8}),
+    "qwen3": ("Qwen3", {"head_dim": 24}),
+    "olmo2": ("Olmo2", {}),
     "olmo3": (
         "Olmo3",
         {
-            "head_dim": 8,
             "num_hidden_layers": 5,
             "sliding_window": 19,
             "rope_parameters": {"full_attention": YARN, "sliding_attention": GEMMA_ROPE["sliding_attention"]},
@@ -56,7 +56,6 @@ CASES = {
     "granite": (
         "Granite",
         {
-            "head_dim": 8,
             "attention_multiplier": 0.2,
             "embedding_multiplier": 3.0,
             "residual_multiplier": 0.4,
@@ -85,11 +84,11 @@ CASES = {
         },
     ),
     "seed_oss": ("SeedOss", {"attention_out_bias": True}),
-    "exaone4": ("Exaone4", {"num_hidden_layers": 3, "head_dim": 8, "sliding_window": 19, "sliding_window_pattern": 3}),
-    "exaone4, no windows": ("Exaone4", {"head_dim": 8, "sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "exaone4": ("Exaone4", {"num_hidden_layers": 3, "sliding_window": 19, "sliding_window_pattern": 3}),
+    "exaone4, no windows": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "ernie4_5": ("Ernie4_5", {"use_bias": True, "pad_token_id": 0}),
     "glm4": ("Glm4", {"pad_token_id": 0, "eos_token_id": 258, "attention_bias": True}),
-    "cohere": ("Cohere", {"head_dim": 8, "logit_scale": 0.3, "pad_token_id": 0, "attention_bias": True}),
+    "cohere": ("Cohere", {"logit_scale": 0.3, "pad_token_id": 0, "attention_bias": True}),
     "cohere2": (
         "Cohere2",
         {
@@ -98,13 +97,12 @@ CASES = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
             "logit_scale": 0.3,
             "pad_token_id": 0,
-            "head_dim": 24,
         },
     ),
-    "starcoder2": ("Starcoder2", {"head_dim": 8, "sliding_window": 19, "norm_epsilon": 0.1}),
-    "stablelm": ("StableLm", {"head_dim": 8, "use_qkv_bias": True, "partial_rotary_factor": 0.5}),
-    "stablelm, parallel": ("StableLm", {"head_dim": 8, "use_parallel_residual": True, "partial_rotary_factor": 0.5}),
-    "olmoe": ("Olmoe", {"head_dim": 8, "num_experts": 16, "num_experts_per_tok": 3, "pad_token_id": 0}),
+    "starcoder2": ("Starcoder2", {"sliding_window": 19, "norm_epsilon": 0.1}),
+    "stablelm": ("StableLm", {"use_qkv_bias": True, "partial_rotary_factor": 0.5}),
+    "stablelm, parallel": ("StableLm", {"use_parallel_residual": True, "partial_rotary_factor": 0.5}),
+    "olmoe": ("Olmoe", EXPERTS | {"num_experts": 16, "pad_token_id": 0}),
     "glm4_moe": (
         "Glm4Moe",
         {
@@ -119,13 +117,13 @@ CASES = {
             "attention_bias": True,
         },
     ),
-    "mixtral": ("Mixtral", {"head_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 19}),
+    "mixtral": ("Mixtral", EXPERTS | {"num_local_experts": 16, "sliding_window": 19}),
     "granitemoe": (
         "GraniteMoe",
         {
-            "head_dim": 8,
             "num_local_experts": 16,
             "num_experts_per_tok": 3,
+            "intermediate_size": 24,
             "attention_multiplier": 0.2,
             "embedding_multiplier": 3.0,
             "residual_multiplier": 0.4,
@@ -136,7 +134,6 @@ CASES = {
     "ernie4_5_moe": (
         "Ernie4_5_Moe",
         {
-            "head_dim": 8,
             "num_hidden_layers": 3,
             "moe_num_experts": 16,
             "moe_k": 3,
@@ -200,9 +197,9 @@ CASES = {
         "GptOss",
         {
             "num_hidden_layers": 3,
-            "num_local_experts": 8,
+            "num_local_experts": 16,
             "num_experts_per_tok": 3,
-            "intermediate_size": 32,
+            "intermediate_size": 24,
             "sliding_window": 19,
             "swiglu_alpha": 1.3,
             "swiglu_limit": 0.7,  # as large as a third of the values
