@@ -34,7 +34,7 @@ def serving(repositories: Mapping[str, Mapping[str, bytes]]) -> Iterator[Hub]:
     finally:
         server.shutdown()
         server.server_close()
-        thread.join()
+        thread.join(timeout=60)
 
 
 class _Handler(BaseHTTPRequestHandler):
