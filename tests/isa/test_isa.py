@@ -8,11 +8,11 @@ import pytest
 
 from paged_kv.errors import ToolchainError
 from paged_kv.runtime import libraries
-from paged_kv.runtime.cpu_target import REQUIRED_FLAGS, CpuInfo, choose_cpu_target
+from paged_kv.runtime.cpu_target import REQUIRED_FLAGS, CpuInfo
 from support.background import Job
-from support.isa import CPU_TARGETS, ISA_PATHS, can_run, run_tests
+from support.isa import CPU_TARGETS, ISA_PATHS, can_run, run_tests, walked_by_default
 
-PATHS = [path for path in ISA_PATHS if can_run(path) and path != choose_cpu_target(CpuInfo.read())]
+PATHS = [path for path in ISA_PATHS if can_run(path) and path != walked_by_default(CpuInfo.read())]
 RUNS = {
     f"{path}-{dtype}": Job(partial(run_tests, path, f"--q-dtype={dtype}", *tests))
     for path in PATHS
@@ -29,6 +29,14 @@ def test_a_target_runs_where_its_flags_are():
     haswell = CpuInfo("x86_64", "", REQUIRED_FLAGS["haswell"])
     assert [target for target in CPU_TARGETS if can_run(target, haswell)] == ["x86-64", "haswell"]
     assert not can_run("x86-64", CpuInfo("aarch64", "", frozenset()))
+
+
+def test_the_path_that_other_tests_walk_is_not_forced():
+    paths = {name: walked_by_default(CpuInfo("x86_64", "", REQUIRED_FLAGS[name])) for name in REQUIRED_FLAGS}
+    assert paths["haswell"] == paths["znver3"] == "haswell"
+    assert paths["skylake-avx512"] == "skylake-avx512"
+    assert paths["sapphirerapids"] not in ISA_PATHS
+    assert walked_by_default(CpuInfo("x86_64", "", frozenset())) == "x86-64"
 
 
 def test_the_target_is_in_force(request, monkeypatch, tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from paged_kv.graphs.ops import kernels
 from paged_kv.runtime import libraries
 from paged_kv.runtime.compile_key import Key, Sources, digests_of
-from paged_kv.runtime.cpu_target import REQUIRED_FLAGS, CpuInfo
+from paged_kv.runtime.cpu_target import REQUIRED_FLAGS, CpuInfo, choose_cpu_target
 from support import background
 
 CPU_TARGETS = ("x86-64", *REQUIRED_FLAGS)
@@ -48,6 +48,14 @@ def can_run(target: str, cpu: CpuInfo | None = None) -> bool:
     if target == "x86-64":
         return cpu.machine.lower() in ("x86_64", "amd64")
     return can_run("x86-64", cpu) and REQUIRED_FLAGS[target] <= cpu.flags
+
+
+def walked_by_default(cpu: CpuInfo) -> str | None:
+    """The path that this CPU's own target takes, with other scheduling alone; None where it takes a better one."""
+    for path, better in (("haswell", "skylake-avx512"), ("x86-64", "haswell")):
+        if can_run(path, cpu) and not can_run(better, cpu):
+            return path
+    return choose_cpu_target(cpu)
 
 
 def use_libraries(*, target: str | None = None, sources: Path | None = None) -> None:
