@@ -24,11 +24,11 @@ _SLOW_PRODUCT = 2.0
 """Seconds from which on a product of `measure_peaks` is not repeated."""
 
 
-def measure_peaks(repeats: int) -> dict[str, Any]:
-    """FLOP/s of square matrix products of torch, by dtype: where the roofline's roof turns flat."""
+def measure_peaks(repeats: int, *, size: int = 2048) -> dict[str, Any]:
+    """FLOP/s of products of two matrices `[size, size]` of torch, by dtype: where the roofline's roof turns flat."""
     import torch
 
-    size, peaks = 2048, {}
+    peaks = {}
     for dtype in (torch.float32, torch.bfloat16):
         pair = torch.randn(2, size, size).to(dtype)
         start = time.perf_counter()

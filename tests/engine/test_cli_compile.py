@@ -28,13 +28,12 @@ def test_a_step_that_was_compiled_ahead_is_found(folder, tmp_path, capsys):
     out, _ = capsys.readouterr()
     (file,) = (tmp_path / "ahead").iterdir()
     assert out == f"ready{f' for {target}' if target else ''}: {file}\n"
-    for name, size in (("one", "16"), ("other", "5")):  # any page size
-        text, messages = generate(
-            folder, tmp_path / name, "--compiled", tmp_path / "ahead", "--page-size", size, *CACHE
-        )
+    for size in ("16", "5"):  # any page size
+        ahead = ("--compiled", tmp_path / "ahead", "--page-size", size)
+        text, messages = generate(folder, tmp_path / "caches", *ahead, *CACHE)
         assert text
         assert COMPILING not in messages
-        assert not list((tmp_path / name).rglob("*.graph"))
+        assert not list((tmp_path / "caches").rglob("*.graph"))
 
 
 def test_what_cannot_be_compiled_is_refused(folder, tmp_path, capsys):

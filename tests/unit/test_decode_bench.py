@@ -171,6 +171,6 @@ def test_a_slow_product_is_not_repeated_for_the_roof(monkeypatch):
     """Kept to AVX2, torch takes half a minute for one of bfloat16."""
     monkeypatch.setattr(roofline, "_SLOW_PRODUCT", 0)
     monkeypatch.setattr(roofline, "take_turns", lambda *_: pytest.fail("it was repeated"))
-    peaks = roofline.measure_peaks(9)["peaks"]
+    peaks = roofline.measure_peaks(9, size=64)["peaks"]
     assert set(peaks) == {"float32", "bfloat16"}
     assert min(peaks.values()) > 0
