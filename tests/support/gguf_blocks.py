@@ -18,8 +18,8 @@ SCALES = {
     "TQ1_0": {52: 0.2}, "TQ2_0": {64: 0.2}, "IQ1_S": {0: 0.02}, "IQ2_XXS": {0: 2e-3}, "IQ2_XS": {0: 2e-3},
     "IQ2_S": {0: 2e-3}, "IQ3_XXS": {0: 1e-3}, "IQ3_S": {0: 1e-3}, "IQ1_M": {},
 }  # fmt: skip
-"""The places of a block's float16 numbers, and their sizes in `random_blocks`. MXFP4 has a byte, E8M0, instead, and IQ1_M
-4 bits each at the top of its last four numbers of 16."""
+"""The places of a block's float16 numbers, and their sizes in `random_blocks`. MXFP4 has a byte, E8M0, instead;
+IQ1_M has 4 bits each at the top of its last four numbers of 16."""
 
 
 def quantise(weight, encoding):
@@ -35,7 +35,7 @@ def quantise(weight, encoding):
         return _q6_k(weight)
     if encoding in ("IQ4_NL", "IQ4_XS"):
         return _iq4(weight, encoding)
-    if encoding.startswith(("IQ1", "IQ2", "IQ3")):  # nothing here searches a grid: some other weights
+    if encoding.startswith(("IQ1", "IQ2", "IQ3", "NVFP4")):  # nothing here searches a grid: some other weights
         return random_blocks(encoding, *weight.shape, seed=weight.size)
     return gguf.quants.quantize(weight, KINDS[encoding])
 

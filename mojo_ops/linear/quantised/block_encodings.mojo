@@ -213,8 +213,7 @@ struct Q6_K(Encoding):
     @staticmethod
     @always_inline
     def unpack[T: Unpacked](raw: Raw, mut tile: T):
-        # 210 = 13 x 16 + 2: d ends the last of the vectors that come once more.
-        tile.set_factor(half(raw[55] >> 16))
+        tile.set_factor(half(raw.at_byte[208, Self.BYTES]()))
         comptime for four in range(4):
             var scales = raw[48 + four]
             comptime for i in range(4):
@@ -253,9 +252,7 @@ struct IQ4_XS(Encoding):
             var scale = ((lower >> UInt32(4 * group)) & 15) | (((upper >> UInt32(2 * group)) & 3) << 4)
             tile.set_scale[group]((bitcast[DType.int32, DOT_ROWS](scale) - 32).cast[DType.float32]())
             comptime for i in range(4):
-                # 136 = 8 x 16 + 8: dwords 30 and 31 come once more before 32 and 33.
-                comptime dword = 2 + 4 * group + i
-                set_values[IQ4_VALUES, 8 * group + i](tile, raw[dword if dword < 32 else dword + 2])
+                set_values[IQ4_VALUES, 8 * group + i](tile, raw.at_byte[8 + 16 * group + 4 * i, Self.BYTES]())
 
 
 @always_inline
@@ -435,11 +432,10 @@ struct Q3_K(Encoding):
     @staticmethod
     @always_inline
     def unpack[T: Unpacked](raw: Raw, mut tile: T):
-        # 110 = 6 x 16 + 14: the last of the vectors, which come once more, begin at byte 94.
-        tile.set_factor(half(raw[27] >> 16) / 8)
+        tile.set_factor(half(raw.at_byte[108, Self.BYTES]()) / 8)
         comptime for four in range(4):
-            var lower = (raw.from_middle(24 + four % 2) >> UInt32(four // 2 * 4)) & LOW
-            var upper = shifted[4 - 2 * four](raw.from_middle(26)) & 0x30303030
+            var lower = (raw.at_byte[96 + 4 * (four % 2), Self.BYTES]() >> UInt32(four // 2 * 4)) & LOW
+            var upper = shifted[4 - 2 * four](raw.at_byte[104, Self.BYTES]()) & 0x30303030
             comptime for i in range(4):
                 tile.set_scale[4 * four + i](byte(lower | upper, i) - 32)
         # Weights are 8 times what they are, so the offset is Q6_K's 32 instead of 4.
@@ -503,7 +499,7 @@ struct INT8(Encoding):
 
 @always_inline
 def set_ones[T: Unpacked, //](mut tile: T, factors: FloatVector):
-    """Of a block whose only scale is its factor."""
+    """Set the factor of a block whose groups have no scales."""
     tile.set_factor(factors)
     comptime for group in range(8):
         tile.set_scale[group](1)

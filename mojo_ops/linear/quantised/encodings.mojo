@@ -26,8 +26,31 @@ from .encoding import Encoding
 from .grid_encodings import IQ1_M, IQ1_S, IQ2_S, IQ2_XS, IQ2_XXS, IQ3_S, IQ3_XXS
 
 comptime ENCODINGS = TypeList.of[
-    Trait=Encoding, Q4_0, Q8_0, IQ4_NL, Q4_K, Q5_K, Q6_K, IQ4_XS, MXFP4, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, INT4, INT8,
-    TQ1_0, TQ2_0, IQ1_S, IQ1_M, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S,
+    Trait=Encoding,
+    Q4_0,
+    Q8_0,
+    IQ4_NL,
+    Q4_K,
+    Q5_K,
+    Q6_K,
+    IQ4_XS,
+    MXFP4,
+    Q4_1,
+    Q5_0,
+    Q5_1,
+    Q2_K,
+    Q3_K,
+    INT4,
+    INT8,
+    TQ1_0,
+    TQ2_0,
+    IQ1_S,
+    IQ1_M,
+    IQ2_XXS,
+    IQ2_XS,
+    IQ2_S,
+    IQ3_XXS,
+    IQ3_S,
 ]()
 """All of them, in the order of their indices: that of `TABLE` in graphs/encodings.py."""
 comptime BLOCK_ENCODINGS = block_encodings()

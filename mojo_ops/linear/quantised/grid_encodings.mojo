@@ -22,8 +22,7 @@ comptime IQ1_VALUES = Values(-7, 1, 9, 0, 0, 0, 0, 0, -9, -1, 7, 0, 0, 0, 0, 0)
 
 @always_inline
 def set_codes[T: Unpacked, //, E: Encoding, values: Values, step: Int](mut tile: T, codes: Words):
-    """Elements of two steps from their codes: of the first in the low halves of bytes, of the second in the high ones.
-    """
+    """Elements of two steps from their codes: of the first in the low halves of bytes, of the second in the high ones."""
     comptime table = bitcast[DType.uint8, 16](values + Int8(E.OFFSET))
     var low = table._dynamic_shuffle(bitcast[DType.uint8, 64](codes & LOW))
     var high = table._dynamic_shuffle(bitcast[DType.uint8, 64]((codes >> 4) & LOW))

@@ -7,10 +7,11 @@ whose dtype differs from the requested one, and of the q and k of families whose
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
