@@ -63,6 +63,8 @@ def rounded(value):
     """Numbers as a GGUF file holds them, in float32."""
     if isinstance(value, dict):
         return {key: rounded(part) for key, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(rounded, value))
     return float(np.float32(value)) if isinstance(value, float) else value
 
 
@@ -151,6 +153,21 @@ def test_scales_that_are_not_finite(tmp_path, encoding, scale):
         problem = rf"tensor blk\.1\.ffn_up\.weight: row {len(data) - 1} has the scale {scale}, a finite one is expected"
         refused(checkpoint.load, checkpoint.config, DType.float32, match=problem)
         blocks[-1] = right
+
+
+def test_layers_that_draft_are_not_read(tmp_path):
+    """GLM's last ones, beside the model; a tensor past them is none of theirs."""
+    model, said = make_model("glm4moe"), {"glm4moe.block_count": 3, "glm4moe.nextn_predict_layers": 1}
+    for layer in (2, 3):
+        more = {f"blk.{layer}.nextn.eh_proj.weight": [[1.0]]}
+        file = write_gguf(tmp_path / f"{layer}.gguf", model, lambda _: "F32", metadata=said, more_tensors=more)
+        checkpoint = open_gguf(file)
+        assert (checkpoint.config.num_hidden_layers, checkpoint.config.draft_layers) == (2, 1)
+        if layer == 2:
+            checkpoint.load(checkpoint.config, DType.float32)
+        else:
+            problem = r"tensor blk\.3\.nextn\.eh_proj\.weight is no part"
+            refused(checkpoint.load, checkpoint.config, DType.float32, match=problem)
 
 
 def test_llama3_scaling(tmp_path):

@@ -136,8 +136,10 @@ class GgufCheckpoint:
                 problem = f"has shape {list(found.shape)}, expected {list(shape)}"
                 raise CheckpointError(f"{self.header.file}: tensor {printable(found.name)} {problem}")
         known = {*(tensor.name for tensor in tensors.values()), *scaling_tensors(self.header)}
+        layers = self.config.num_hidden_layers
+        drafts = tuple(f"blk.{layers + index}." for index in range(self.config.draft_layers))
         for name in self.header.tensors:
-            if name not in known:
+            if name not in known and not name.startswith(drafts):
                 raise CheckpointError(
                     f"{self.header.file}: tensor {printable(name)} is no part of the model of the metadata"
                 )
