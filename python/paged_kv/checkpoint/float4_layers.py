@@ -100,7 +100,7 @@ class Float4Packing:
             powers = stored.view(np.uint8)
             if (powers == mxfp4.NAN).any():
                 raise ValueError("a scale is not finite")
-            return Float4Weight(codes, np.ldexp(np.float32(1), powers.astype(np.int32) - 127), powers)
+            return Float4Weight(codes, np.ldexp(1.0, powers.astype(np.int32) - 127).astype(np.float32), powers)
         whole = read(self.whole)
         assert whole is not None
         number = whole.astype(np.float32).reshape(())
