@@ -103,9 +103,10 @@ class Float4Packing:
             return Float4Weight(codes, np.ldexp(1.0, powers.astype(np.int32) - 127).astype(np.float32), powers)
         whole = read(self.whole)
         assert whole is not None
-        number = whole.astype(np.float32).reshape(())
+        number = whole.astype(np.float32).reshape(1)
+        scales = stored.astype(np.float32)
         with np.errstate(all="ignore"):
-            scales = stored.astype(np.float32) * (1 / number if self.divides else number)
+            scales *= np.float32(1) / number if self.divides else number
         if not np.isfinite(scales).all():
             raise ValueError("a scale is not finite")
         return Float4Weight(codes, scales, None)
