@@ -19,14 +19,13 @@ from paged_kv.graphs.encodings import ENCODINGS, GGUF_ENCODINGS, Encoding, block
 from paged_kv.graphs.quantised import QuantisedWeight, quantised_expert_linear, quantised_linear, quantised_rows
 from support import gguf_blocks, op_graphs
 from support.compare import assert_bits_equal
-from support.gguf_blocks import dequantise, random_blocks, round_activations, set_scales
+from support.gguf_blocks import GRIDS, dequantise, random_blocks, round_activations, set_scales
 from support.harness import refused
 
 MIXED = ("Q4_K", "Q6_K", "Q8_0")
 """Encodings of three weights of one x, of both ways to round it."""
 EXPERTS = ("Q4_0", "Q4_K", "MXFP4", "INT4")
 """Stacks: small and large blocks, blocks that begin at any byte, and zeros. Products know nothing of stacks."""
-GRIDS = ("IQ1", "IQ2", "IQ3")
 TOGETHER = {
     "small": [each for each in ENCODINGS if block_elements(each) == 32],
     "large": [each for each in ENCODINGS if block_elements(each) == 256 and not each.startswith(GRIDS)],

@@ -8,6 +8,8 @@ import numpy as np
 
 from paged_kv.graphs.encodings import GGUF_ENCODINGS
 
+GRIDS = ("IQ1", "IQ2", "IQ3")
+"""Beginnings of the encodings that look their weights up in a grid."""
 OWN = {"INT4": (32, 20), "INT8": (32, 36)}
 """Encodings that are not GGUF's: elements and bytes of a block."""
 KINDS = {name: gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "NVFP4", *GGUF_ENCODINGS)}
@@ -35,7 +37,7 @@ def quantise(weight, encoding):
         return _q6_k(weight)
     if encoding in ("IQ4_NL", "IQ4_XS"):
         return _iq4(weight, encoding)
-    if encoding.startswith(("IQ1", "IQ2", "IQ3", "NVFP4")):  # nothing here searches a grid: some other weights
+    if encoding.startswith((*GRIDS, "NVFP4")):  # nothing here searches a grid: some other weights
         return random_blocks(encoding, *weight.shape, seed=weight.size)
     return gguf.quants.quantize(weight, KINDS[encoding])
 
