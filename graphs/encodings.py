@@ -14,7 +14,7 @@ from paged_kv.errors import ShapeError
 
 Encoding = Literal[
     "Q4_0", "Q8_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "MXFP4", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K",
-    "INT4", "INT8",
+    "INT4", "INT8", "TQ1_0", "TQ2_0", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S",
 ]  # fmt: skip
 
 
@@ -46,6 +46,15 @@ TABLE: dict[Encoding, Block] = {
     "Q3_K": Block(256, 110, (108,), gguf=11),
     "INT4": Block(32, 20),
     "INT8": Block(32, 36),
+    "TQ1_0": Block(256, 54, (52,), gguf=34),
+    "TQ2_0": Block(256, 66, (64,), gguf=35),
+    "IQ1_S": Block(256, 50, gguf=19),
+    "IQ1_M": Block(256, 56, (), gguf=29),  # its number lies in four parts
+    "IQ2_XXS": Block(256, 66, gguf=16),
+    "IQ2_XS": Block(256, 74, gguf=17),
+    "IQ2_S": Block(256, 82, gguf=22),
+    "IQ3_XXS": Block(256, 98, gguf=18),
+    "IQ3_S": Block(256, 110, gguf=21),
 }
 """In the order of their indices in the kernels. INT4 and INT8, blocks of 32 elements with a float16 scale and a zero,
 are what GPTQ's kind of checkpoints is put into."""

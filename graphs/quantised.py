@@ -23,7 +23,7 @@ QUANTISED_EXPERTS = "paged_kv_quantised_experts"
 QUANTISED_ROWS = "paged_kv_quantised_rows"
 
 _DTYPES = (DType.float32, DType.bfloat16)
-_MOST_WEIGHTS = 15
+_MOST_WEIGHTS = 12
 """Weights of one op at most: their indices are 4 bits each of one number."""
 
 
@@ -144,8 +144,8 @@ def _check_operands(x: TensorValue, rows: Sequence[None], weights: Sequence[Quan
 
 
 def _indices(weights: Sequence[QuantisedWeight]) -> int:
-    """The encodings of several weights, 4 bits each, as one number."""
-    return sum(_index(weight.encoding) << 4 * i for i, weight in enumerate(weights))
+    """The encodings of several weights, 5 bits each, as one number."""
+    return sum(_index(weight.encoding) << 5 * i for i, weight in enumerate(weights))
 
 
 def _index(encoding: Encoding) -> int:

@@ -90,7 +90,7 @@ struct ExpertLinear:
 struct QuantisedLinear:
     """Computes `y_i = x w_i^T` for one or more weights in GGUF's blocks (`linear/quantised/README.md`). CPU only.
 
-    x `[M, K]`, w_i uint8 `[N_i, bytes of a row]`, y_i `[M, N_i]` in x's dtype. `encodings` has 4 bits for each weight,
+    x `[M, K]`, w_i uint8 `[N_i, bytes of a row]`, y_i `[M, N_i]` in x's dtype. `encodings` has 5 bits for each weight,
     the first in the lowest: the index of its encoding.
     """
 

@@ -1,4 +1,7 @@
-"""Random weights in blocks of each encoding, and what they mean, by the formats' definitions."""
+"""Random weights in blocks of each encoding, and what they mean, by the formats' definitions.
+
+Those of grids and of base 3 are random bits, whose meaning the `gguf` package knows.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paged_kv.graphs.encodings import Encoding
+from paged_kv.graphs.encodings import TABLE, Encoding
 
 Array = npt.NDArray[Any]
 
@@ -175,8 +178,32 @@ _RANDOM_BLOCKS: dict[Encoding, tuple[int, Callable[..., tuple[list[Array], Array
 
 def random_blocks(encoding: Encoding, rng: np.random.Generator, rows: int, elements: int) -> tuple[Array, Array]:
     """Random weights in blocks, uint8 `[rows, bytes]`, and what they mean, float32 `[rows, elements]`."""
+    if encoding not in _RANDOM_BLOCKS:
+        return _random_bits(encoding, rng, rows, elements)
     size, make = _RANDOM_BLOCKS[encoding]
     shape = (rows, elements // size)
     parts, values = make(rng, shape)
     blocks = np.concatenate([part.reshape(*shape, -1) for part in parts], axis=-1)
     return blocks.reshape(rows, -1), values.astype(np.float32).reshape(rows, elements)
+
+
+_SCALES: dict[Encoding, float] = {
+    "TQ1_0": 0.02, "TQ2_0": 0.02, "IQ1_S": 1e-3, "IQ1_M": 1e-3, "IQ2_XXS": 1e-4, "IQ2_XS": 1e-4, "IQ2_S": 1e-4,
+    "IQ3_XXS": 5e-5, "IQ3_S": 1e-4,
+}  # fmt: skip
+"""The least scales of blocks whose other bits are random."""
+
+
+def _random_bits(encoding: Encoding, rng: np.random.Generator, rows: int, elements: int) -> tuple[Array, Array]:
+    import gguf  # only for these, so that the others need no package
+
+    block = TABLE[encoding]
+    blocks = rng.integers(0, 256, (rows * elements // block.elements, block.bytes), np.uint8)
+    stored, _ = _scales(rng, (len(blocks),), _SCALES[encoding])
+    if encoding == "IQ1_M":  # 4 bits each at the top of four numbers of 16
+        parts = stored.view(np.uint16) >> np.arange(0, 16, 4, dtype=np.uint16) << 12
+        blocks[:, -8:] = (blocks[:, -8:].copy().view(np.uint16) & 0xFFF | parts).view(np.uint8)
+    for at in block.scales:
+        blocks[:, at : at + 2] = stored
+    blocks = blocks.reshape(rows, -1)
+    return blocks, gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[encoding])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from paged_kv.graphs.models import ernie4_5
 from paged_kv.graphs.models.config import DecoderConfig
-from paged_kv.graphs.models.family import Family
+from paged_kv.graphs.models.family import EXPERTS, LAYER, Family, Gguf, Number
 from paged_kv.graphs.models.fields import Fields
 from paged_kv.graphs.models.mixture import read_experts
 
@@ -17,7 +19,10 @@ def read(fields: Fields) -> DecoderConfig:
     last = fields.get("moe_layer_end_index")
     last = layers - 1 if last in (None, -1) else fields.integer("moe_layer_end_index", least=0)
     inner = fields.integer("moe_intermediate_size")
-    known = fields.with_defaults(num_experts_per_tok=fields.integer("moe_k", default=6))
+    known = fields.with_defaults(
+        num_experts_per_tok=fields.integer("moe_k", default=6),
+        head_dim=fields.integer("hidden_size") // fields.integer("num_attention_heads"),
+    )
     experts = read_experts(
         known,
         [(index + 1) % step == 0 and first <= index <= last for index in range(layers)],
@@ -29,9 +34,31 @@ def read(fields: Fields) -> DecoderConfig:
     return replace(ernie4_5.read(known), experts=experts)
 
 
+def _of_metadata(values: Mapping[str, Any], number: Number) -> dict[str, Any]:
+    shared = number("expert_shared_feed_forward_length", 0.0)
+    return {
+        "use_bias": values["attention_bias"],
+        "moe_num_shared_experts": int(shared / values["moe_intermediate_size"]),
+    }
+
+
 FAMILY = Family(
     architecture="Ernie4_5_MoeForCausalLM",
     model_type="ernie4_5_moe",
     read=read,
+    gguf=Gguf(
+        "ernie4_5-moe",
+        layer=LAYER | EXPERTS,
+        sizes={
+            "moe_num_experts": "expert_count",
+            "moe_k": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+            "moe_layer_interval": "interleave_moe_layer_step",
+        },
+        counts={"moe_layer_start_index": "leading_dense_block_count"},
+        finish=_of_metadata,
+        reads=frozenset({"expert_shared_feed_forward_length"}),
+        without_effect=frozenset({"expert_shared_count"}),  # the length says it
+    ),
     renames={"mlp.moe_statics.": "mlp.gate."},
 )

@@ -32,6 +32,10 @@ EXPERTS = {
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.gate.e_score_correction": "exp_probs_b",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
 }
 NORMS_AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 _MODEL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -75,10 +79,16 @@ class Gguf:
     """More keys, of positive integers: Hugging Face's to GGUF's."""
     multipliers: Mapping[str, str] = field(default_factory=dict)
     """More keys, of numbers that are 1 where they are missing or 0: Hugging Face's to GGUF's."""
+    counts: Mapping[str, str] = field(default_factory=dict)
+    """More keys, of integers that are 0 where they are missing: Hugging Face's to GGUF's."""
+    flags: Mapping[str, str] = field(default_factory=dict)
+    """More keys, of booleans that are false where they are missing: Hugging Face's to GGUF's."""
     finish: Callable[[Mapping[str, Any], Number], Mapping[str, Any]] = _nothing
     """More keys of config.json, from those that were read; it asks for numbers of the metadata."""
     reads: frozenset[str] = frozenset()
     """Keys of the metadata that `finish` asks for."""
+    drafts: str | None = None
+    """The key of how many of the last layers draft tokens: text does not need them, and their tensors are not read."""
     windows: int | None = None
     """The layers with a window where the file has no pattern: all but each so many-th, or all where it is 0. None: the
     architecture has no windows."""
@@ -106,6 +116,8 @@ class Gguf:
         stem, _, kind = name.rpartition(".")
         if kind == "sinks":
             stem, kind = stem.replace("self_attn", "self_attn.sinks"), "weight"
+        if kind == "e_score_correction_bias":
+            stem, kind = f"{stem}.e_score_correction", "bias"
         if stem in _MODEL:
             return f"{_MODEL[stem]}.{kind}"
         layer, _, rest = stem.removeprefix("model.layers.").partition(".")

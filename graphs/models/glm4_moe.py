@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paged_kv.graphs.models.config import DecoderConfig, read_config, read_rope
-from paged_kv.graphs.models.family import Family
+from paged_kv.graphs.models.family import EXPERTS, LAYER, Family, Gguf
 from paged_kv.graphs.models.fields import Fields
 from paged_kv.graphs.models.mixture import read_experts
 
@@ -12,7 +12,7 @@ def read(fields: Fields) -> DecoderConfig:
     fields = fields.with_defaults(partial_rotary_factor=0.5, n_group=1, topk_group=1)
     layers, hidden, heads = fields.layers(), fields.integer("hidden_size"), fields.integer("num_attention_heads")
     dense = fields.integer("first_k_dense_replace", default=1, least=0)
-    shared = fields.integer("n_shared_experts", default=1) * fields.integer("moe_intermediate_size")
+    shared = fields.integer("n_shared_experts", default=1, least=0) * fields.integer("moe_intermediate_size")
     experts = read_experts(
         fields,
         [index >= dense for index in range(layers)],
@@ -30,4 +30,23 @@ def read(fields: Fields) -> DecoderConfig:
     )
 
 
-FAMILY = Family(architecture="Glm4MoeForCausalLM", model_type="glm4_moe", read=read)
+FAMILY = Family(
+    architecture="Glm4MoeForCausalLM",
+    model_type="glm4_moe",
+    read=read,
+    gguf=Gguf(
+        "glm4moe",
+        layer=LAYER | EXPERTS | {"post_attention_layernorm": "post_attention_norm"},
+        sizes={
+            "n_routed_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+        },
+        counts={"n_shared_experts": "expert_shared_count", "first_k_dense_replace": "leading_dense_block_count"},
+        multipliers={"routed_scaling_factor": "expert_weights_scale"},
+        flags={"norm_topk_prob": "expert_weights_norm"},
+        drafts="nextn_predict_layers",
+        rotates_a_part=True,
+        neutral={"expert_gating_func": (0, 2)},  # sigmoids
+    ),
+)

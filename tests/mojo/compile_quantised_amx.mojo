@@ -3,7 +3,7 @@
 from std.sys import argv
 
 from mojo_ops.linear.quantised.amx import configure_group_tiles
-from mojo_ops.linear.quantised.encodings import Q6_K, Q8_0
+from mojo_ops.linear.quantised.block_encodings import Q6_K, Q8_0
 from mojo_ops.linear.quantised.multiply import Sums, multiply
 from mojo_ops.linear.quantised.tile import BytePointer, Tile
 

@@ -19,15 +19,19 @@ from paged_kv.graphs.encodings import ENCODINGS, GGUF_ENCODINGS, Encoding, block
 from paged_kv.graphs.quantised import QuantisedWeight, quantised_expert_linear, quantised_linear, quantised_rows
 from support import gguf_blocks, op_graphs
 from support.compare import assert_bits_equal
-from support.gguf_blocks import dequantise, random_blocks, round_activations, set_scales
+from support.gguf_blocks import GRIDS, dequantise, random_blocks, round_activations, set_scales
 from support.harness import refused
 
 MIXED = ("Q4_K", "Q6_K", "Q8_0")
 """Encodings of three weights of one x, of both ways to round it."""
 EXPERTS = ("Q4_0", "Q4_K", "MXFP4", "INT4")
 """Stacks: small and large blocks, blocks that begin at any byte, and zeros. Products know nothing of stacks."""
-BY_SIZE = {size: [each for each in ENCODINGS if block_elements(each) == size] for size in (32, 256)}
-"""Encodings by the elements of a block. A library of kernels takes 10 s to build, so those of a size share one."""
+TOGETHER = {
+    "small": [each for each in ENCODINGS if block_elements(each) == 32],
+    "large": [each for each in ENCODINGS if block_elements(each) == 256 and not each.startswith(GRIDS)],
+    "grids": [each for each in ENCODINGS if each.startswith(GRIDS)],
+}
+"""Encodings that share a library of kernels, which takes 10 s to build."""
 ROWS = (1, 2, 3, 4, 5, 8, 16, 17, 64, 100)
 ODD = 67
 """Rows of w: more than a section, and a part of a tile."""
@@ -53,15 +57,15 @@ def build(module):
             stacks = [QuantisedWeight(w, e) for w, e in zip(ws, encodings, strict=True)]
             graph.output(*quantised_expert_linear(x, chosen, *stacks))
 
-    for size, encodings in BY_SIZE.items():
-        add(f"quantised_{size}", DType.float32, encodings)
+    for name, encodings in TOGETHER.items():
+        add(f"quantised_{name}", DType.float32, encodings)
     for encoding in ENCODINGS:
         blocks = TensorType(DType.uint8, [ODD, row_bytes(encoding, 768)], cpu)
         types = [TensorType(DType.uint32, ["T"], cpu), blocks]
         with Graph(f"rows_{encoding}", input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
             chosen, w = (value.tensor for value in graph.inputs)
             graph.output(quantised_rows(QuantisedWeight(w, encoding), chosen))
-    for size in BY_SIZE:
+    for size in (32, 256):
         add_experts(size, ["T", "K"], DType.float32, experts_beside(size))
     add("quantised_mixed", DType.float32, MIXED)
     add("quantised_bfloat16", DType.bfloat16, ["Q4_K"])
@@ -74,8 +78,8 @@ def experts_beside(size):
 
 
 def product(x, blocks, encoding):
-    size = block_elements(encoding)
-    return among(op_graphs.models()[f"quantised_{size}"], BY_SIZE[size], encoding, [x], blocks)
+    name = next(name for name, encodings in TOGETHER.items() if encoding in encodings)
+    return among(op_graphs.models()[f"quantised_{name}"], TOGETHER[name], encoding, [x], blocks)
 
 
 def experts_product(x, experts, stack, encoding):

@@ -8,15 +8,20 @@ import numpy as np
 
 from paged_kv.graphs.encodings import GGUF_ENCODINGS
 
+GRIDS = ("IQ1", "IQ2", "IQ3")
+"""Beginnings of the encodings that look their weights up in a grid."""
 OWN = {"INT4": (32, 20), "INT8": (32, 36)}
 """Encodings that are not GGUF's: elements and bytes of a block."""
-KINDS = {name: gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "TQ1_0", *GGUF_ENCODINGS)}
+KINDS = {name: gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "NVFP4", *GGUF_ENCODINGS)}
 SCALES = {
     "Q4_0": {0: 0.05}, "Q8_0": {0: 4e-3}, "IQ4_NL": {0: 4e-3}, "Q4_K": {0: 1e-3, 2: 1e-3}, "Q5_K": {0: 5e-4, 2: 5e-4},
     "Q6_K": {208: 1e-4}, "IQ4_XS": {0: 1e-4}, "INT4": {0: 0.05}, "INT8": {0: 4e-3}, "Q4_1": {0: 0.05, 2: 0.4},
     "Q5_0": {0: 0.02}, "Q5_1": {0: 0.02, 2: 0.3}, "Q2_K": {80: 0.01, 82: 0.01}, "Q3_K": {108: 4e-3},
+    "TQ1_0": {52: 0.2}, "TQ2_0": {64: 0.2}, "IQ1_S": {0: 0.02}, "IQ2_XXS": {0: 2e-3}, "IQ2_XS": {0: 2e-3},
+    "IQ2_S": {0: 2e-3}, "IQ3_XXS": {0: 1e-3}, "IQ3_S": {0: 1e-3}, "IQ1_M": {},
 }  # fmt: skip
-"""The places of a block's float16 numbers, and their sizes in `random_blocks`. MXFP4 has a byte, E8M0, instead."""
+"""The places of a block's float16 numbers, and their sizes in `random_blocks`. MXFP4 has a byte, E8M0, instead;
+IQ1_M has 4 bits each at the top of its last four numbers of 16."""
 
 
 def quantise(weight, encoding):
@@ -32,6 +37,8 @@ def quantise(weight, encoding):
         return _q6_k(weight)
     if encoding in ("IQ4_NL", "IQ4_XS"):
         return _iq4(weight, encoding)
+    if encoding.startswith((*GRIDS, "NVFP4")):  # nothing here searches a grid: some other weights
+        return random_blocks(encoding, *weight.shape, seed=weight.size)
     return gguf.quants.quantize(weight, KINDS[encoding])
 
 
@@ -53,7 +60,16 @@ def random_blocks(encoding, rows, elements, seed=0):
     for at, largest in SCALES.get(encoding, {}).items():
         values = random.uniform(-largest, largest, (*data.shape[:2], 1)).astype(np.float16)
         data[:, :, at : at + 2] = values.view(np.uint8)
+    if encoding == "IQ1_M":
+        set_quarters(data.reshape(-1, block_bytes), random.uniform(-0.02, 0.02, data.shape[0] * data.shape[1]))
     return data.reshape(rows, -1)
+
+
+def set_quarters(blocks, values):
+    """Overwrites the scales of blocks of IQ1_M `[N, bytes]` in place."""
+    halves = np.asarray(values, np.float16).view(np.uint16)[:, None]
+    numbers = blocks[:, -8:].copy().view(np.uint16)
+    blocks[:, -8:] = (numbers & 0xFFF | (halves >> np.arange(0, 16, 4, dtype=np.uint16)) << 12).view(np.uint8)
 
 
 def set_scales(blocks, encoding, values):
@@ -65,6 +81,8 @@ def set_scales(blocks, encoding, values):
     if encoding == "MXFP4":
         flat[:, 0] = np.frexp(np.abs(values[: len(flat)], dtype=np.float32))[1] + 127
         return
+    if encoding == "IQ1_M":
+        set_quarters(flat, values[: len(flat)])
     for at in SCALES[encoding]:
         flat[:, at : at + 2] = _halves(values[: len(flat), None])
 

@@ -57,6 +57,24 @@ MODELS = {
          "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.0},
     ),
     "hunyuan-dense": (transformers.HunYuanDenseV1Config, {"head_dim": 32}),
+    "glm4moe": (
+        transformers.Glm4MoeConfig,
+        {"head_dim": 32, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
+         "n_shared_experts": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
+         "num_nextn_predict_layers": 0, "use_qk_norm": True,
+         "attention_bias": True, "n_group": 1, "topk_group": 1},
+    ),
+    "ernie4_5-moe": (
+        transformers.Ernie4_5_MoeConfig,
+        {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 256, "moe_layer_start_index": 1,
+         "moe_layer_end_index": 1, "moe_num_shared_experts": 2},
+    ),
+    "mistral3": (
+        transformers.Ministral3Config,
+        {"head_dim": 32, "sliding_window": None, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e6, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
+            "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 64}},
+    ),
     "gpt-oss": (
         transformers.GptOssConfig,
         {"head_dim": 32, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 256,
@@ -95,6 +113,7 @@ MODELS = {
 
 RENAMED = {
     "block_sparse_moe.router": "mlp.gate",
+    "gate.moe_statics": "gate",
     "block_sparse_moe": "mlp",
     "query_layernorm": "q_norm",
     "key_layernorm": "k_norm",
@@ -109,6 +128,9 @@ ARCHITECTURES = {
     "cohere": "command-r",
     "mixtral": "llama",
     "hunyuan_v1_dense": "hunyuan-dense",
+    "glm4_moe": "glm4moe",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "ministral3": "mistral3",
 }
 
 _KEYS = {
@@ -125,6 +147,10 @@ _KEYS = {
     "expert_count": "num_local_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "leading_dense_block_count": "first_k_dense_replace",
+    "expert_weights_scale": "routed_scaling_factor",
+    "interleave_moe_layer_step": "moe_layer_interval",
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
@@ -160,7 +186,14 @@ def make_model(architecture, **overrides):
                 weight.copy_(torch.randn_like(weight) * 0.2 + (0 if "bias" in name or architecture in GEMMAS else 1))
             else:
                 weight.normal_(0, 1.5 / np.sqrt(weight.shape[1]))
+        for bias in _choice_biases(model).values():
+            bias.normal_(0, 0.2)
     return model
+
+
+def _choice_biases(model):
+    """Biases by which experts are chosen, where they are no parameters."""
+    return {name: bias for name, bias in model.named_buffers() if name.endswith("e_score_correction_bias")}
 
 
 def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors=None, part_tensors=0, vocabulary=None):
@@ -187,11 +220,20 @@ def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors
         if key == "attention.layer_norm_epsilon":
             value = getattr(config, "norm_epsilon", value)
         if value is None and name == "num_local_experts":
-            value = getattr(config, "num_experts", None)
+            value = getattr(config, "num_experts", None) or getattr(config, "moe_num_experts", None)
+        if value is None and name == "num_experts_per_tok":
+            value = getattr(config, "moe_k", None)
+        if value is None and name == "first_k_dense_replace":
+            value = getattr(config, "moe_layer_start_index", None)
         if value is None and name == "head_dim":
             value = config.hidden_size // config.num_attention_heads
         if value is not None and key not in drop:
             values[f"{architecture}.{key}"] = value
+    if architecture == "glm4moe":
+        values |= {"glm4moe.expert_weights_norm": config.norm_topk_prob, "glm4moe.expert_gating_func": 2}
+    if architecture == "ernie4_5-moe":
+        shared = config.moe_num_shared_experts * config.moe_intermediate_size
+        values["ernie4_5-moe.expert_shared_feed_forward_length"] = shared
     if config.model_type in ("olmo3", "exaone4") and config.sliding_window:
         narrow = [kind == "sliding_attention" for kind in config.layer_types]
         values[f"{architecture}.attention.sliding_window_pattern"] = narrow
@@ -204,6 +246,9 @@ def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors
         scaling = f"{architecture}.rope.scaling"
         values |= {f"{scaling}.{key}": parameters[name] for key, name in _YARN.items() if name in parameters}
         values[f"{scaling}.type"] = "yarn"
+    if architecture == "mistral3" and "mscale" in parameters:
+        values["mistral3.attention.temperature_scale"] = parameters["llama_4_scaling_beta"]
+        values["mistral3.rope.scaling.yarn_log_multiplier"] = parameters["mscale_all_dim"]
     values["tokenizer.ggml.bos_token_id"] = config.bos_token_id
     values["tokenizer.ggml.eos_token_id"] = config.eos_token_id
     adds = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}
@@ -215,7 +260,8 @@ def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors
     names = gguf.get_tensor_name_map(known, config.num_hidden_layers)
     with torch.no_grad():
         for name, weight in hugging_face_weights(model).items():
-            stored = names.get_name(name.replace("sinks.weight", "sinks"), try_suffixes=(".weight", ".bias"))
+            known = name.replace("sinks.weight", "sinks").replace("correction_bias", "correction.bias")
+            stored = names.get_name(known, try_suffixes=(".weight", ".bias"))
             if name.endswith("sinks.weight"):
                 stored += ".weight"
             plain = weight.ndim == 1 or name.endswith(".bias") or "ffn_gate_inp" in stored
@@ -248,12 +294,14 @@ def hugging_face_weights(model):
     """
     found = {}
     alternates = model.config.model_type == "gpt_oss"
-    for name, weight in model.named_parameters():
+    for name, weight in [*model.named_parameters(), *_choice_biases(model).items()]:
         for theirs, ours in RENAMED.items():
             name = name.replace(theirs, ours)
         stem, kind = (name.removesuffix("_bias"), "bias") if name.endswith("_bias") else (name, "weight")
         if name.endswith("sinks"):
             found[f"{name}.weight"] = weight
+        elif name.endswith("e_score_correction_bias"):
+            found[name] = weight.reshape(-1)
         elif ".experts." not in name:
             found[name] = weight
         else:
@@ -308,7 +356,10 @@ def _decoded(data, kind):
 
 def _converted(architecture, name, values, config, back=False):
     """The converter's changes: rows of q and k of each head by turns from its halves, and norms of Gemma plus 1."""
-    if architecture in ("llama", "granite", "granitemoe", "smollm3") and name.split(".")[-2] in ("q_proj", "k_proj"):
+    if architecture in ("llama", "granite", "granitemoe", "smollm3", "mistral3") and name.split(".")[-2] in (
+        "q_proj",
+        "k_proj",
+    ):
         heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
         half = len(values) // heads // 2
         order = np.arange(len(values)).reshape(heads, 2, half).swapaxes(1, 2).reshape(-1)

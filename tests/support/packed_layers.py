@@ -30,7 +30,9 @@ def make(kind, rows=N, inputs=K, seed=0):
     """The tensors of a layer by their last names, its weight in float64, and what config.json says."""
     random = np.random.default_rng(seed)
     method, bits, *options = kind.split()
-    if method == "fp8" or "float" in options:
+    if "nvfp4" in options or "mxfp4" in options:
+        return make_float4(method, options, random, rows, inputs)
+    if method in ("fp8", "modelopt") or "float" in options:
         return make_float8(method, options, random, rows, inputs)
     if method == "bitsandbytes":
         return (make_int8 if bits == "8" else make_four_bits)(options, random, rows, inputs)
@@ -96,11 +98,38 @@ def make_float8(method, options, random, rows, inputs):
         if "blocks" not in options:
             tensors["activation_scale"] = np.float32(3)
         return tensors, weight, {"quant_method": "fp8", **said}
+    if method == "modelopt":
+        tensors |= {"weight_scale": scales[0, 0], "input_scale": np.float32(3), "k_scale": np.float32(2)}
+        return tensors, weight, {"quant_method": "modelopt", "quant_algo": "FP8"}
     strategy = "block" if "blocks" in options else "channel" if "rows" in options else "tensor"
     weights = {"num_bits": 8, "type": "float", "strategy": strategy, "block_structure": [high, wide]}
     tensors["weight_scale"] = scales if strategy != "tensor" else scales[0]
     groups = {"group_0": {"weights": weights, "input_activations": {"dynamic": True}}}
     return tensors, weight, {"quant_method": method, "format": "float-quantized", "config_groups": groups}
+
+
+def make_float4(method, options, random, rows, inputs):
+    """MXFP4's powers of two for groups of 32, or NVFP4's float8 for groups of 16 with a number for the layer."""
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    codes, group = random.integers(0, 16, (rows, inputs)), 32 if "mxfp4" in options else 16
+    values = np.where(codes < 8, 1.0, -1.0) * magnitudes[codes % 8]
+    packed = (codes[:, 0::2] | codes[:, 1::2] << 4).astype(np.uint8)
+    if "mxfp4" in options:
+        powers = random.integers(118, 126, (rows, inputs // group)).astype(np.uint8)
+        scales, tensors = 2.0 ** (powers.astype(np.float64) - 127), {"weight_packed": packed, "weight_scale": powers}
+    else:
+        stored = random.uniform(1, 448, (rows, inputs // group)).astype(ml_dtypes.float8_e4m3fn)
+        whole = np.float32(2.0**-13)
+        scales, tensors = stored.astype(np.float64) * whole, {"weight_scale": stored}
+        if method == "modelopt":
+            tensors |= {"weight": packed, "weight_scale_2": whole, "input_scale": np.float32(3)}
+        else:
+            tensors |= {"weight_packed": packed, "weight_global_scale": np.array([1 / whole], np.float32)}
+            tensors["input_global_scale"] = np.ones(1, np.float32)
+    weights = {"num_bits": 4, "type": "float", "group_size": group, "symmetric": True}
+    said = {"format": f"{options[0]}-pack-quantized", "config_groups": {"group_0": {"weights": weights}}}
+    said = {"quant_algo": "NVFP4"} if method == "modelopt" else said
+    return tensors, values * np.repeat(scales, group, axis=1), {"quant_method": method, **said}
 
 
 def make_four_bits(options, random, rows, inputs):

@@ -63,6 +63,8 @@ def rounded(value):
     """Numbers as a GGUF file holds them, in float32."""
     if isinstance(value, dict):
         return {key: rounded(part) for key, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(rounded, value))
     return float(np.float32(value)) if isinstance(value, float) else value
 
 
@@ -142,12 +144,30 @@ def test_scales_that_are_not_finite(tmp_path, encoding, scale):
     checkpoint.load(checkpoint.config, DType.float32)
     if encoding == "MXFP4":  # the one power that is none
         scale = np.nan
-    for at in SCALES.get(encoding, {0: 0}):
+    for at in SCALES.get(encoding) or {0: 0}:
         right = blocks[-1].copy()
-        blocks[-1, at : at + 2] = 255 if encoding == "MXFP4" else np.array([scale], np.float16).view(np.uint8)
+        if encoding == "IQ1_M":
+            gguf_blocks.set_quarters(blocks[-1:], [scale])
+        else:
+            blocks[-1, at : at + 2] = 255 if encoding == "MXFP4" else np.array([scale], np.float16).view(np.uint8)
         problem = rf"tensor blk\.1\.ffn_up\.weight: row {len(data) - 1} has the scale {scale}, a finite one is expected"
         refused(checkpoint.load, checkpoint.config, DType.float32, match=problem)
         blocks[-1] = right
+
+
+def test_layers_that_draft_are_not_read(tmp_path):
+    """GLM's last ones, beside the model; a tensor past them is none of theirs."""
+    model, said = make_model("glm4moe"), {"glm4moe.block_count": 3, "glm4moe.nextn_predict_layers": 1}
+    for layer in (2, 3):
+        more = {f"blk.{layer}.nextn.eh_proj.weight": [[1.0]]}
+        file = write_gguf(tmp_path / f"{layer}.gguf", model, lambda _: "F32", metadata=said, more_tensors=more)
+        checkpoint = open_gguf(file)
+        assert (checkpoint.config.num_hidden_layers, checkpoint.config.draft_layers) == (2, 1)
+        if layer == 2:
+            checkpoint.load(checkpoint.config, DType.float32)
+        else:
+            problem = r"tensor blk\.3\.nextn\.eh_proj\.weight is no part"
+            refused(checkpoint.load, checkpoint.config, DType.float32, match=problem)
 
 
 def test_llama3_scaling(tmp_path):
@@ -237,9 +257,10 @@ def test_no_encoding_up_to_the_last_is_a_number():
         ({"drop": ["attention.head_count"]}, "llama.attention.head_count = None: a positive integer"),
         ({"drop": ["token_embd.weight"]}, "tensor token_embd.weight is missing"),
         ({"drop": ["blk.1.ffn_up.weight"]}, "tensor blk.1.ffn_up.weight is missing"),
-        ({"encoding_of": lambda name: "TQ1_0" if "blk.0.ffn_up" in name else "Q4_0"},
-         "tensor blk.0.ffn_up.weight has encoding TQ1_0, expected one of F32, F16, BF16, Q4_0, Q8_0, IQ4_NL, Q4_K,"
-         " Q5_K, Q6_K, IQ4_XS, MXFP4, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K: download the model's Q4_K_M, Q8_0 or Q2_K file"),
+        ({"encoding_of": lambda name: "NVFP4" if "blk.0.ffn_up" in name else "Q4_0"},
+         "tensor blk.0.ffn_up.weight has encoding NVFP4, expected one of F32, F16, BF16, Q4_0, Q8_0, IQ4_NL, Q4_K,"
+         " Q5_K, Q6_K, IQ4_XS, MXFP4, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, TQ1_0, TQ2_0, IQ1_S, IQ1_M, IQ2_XXS, IQ2_XS, IQ2_S,"
+         " IQ3_XXS, IQ3_S: download the model's Q4_K_M, Q8_0 or Q2_K file"),
         ({"metadata": {"llama.expert_count": 8}}, "llama.expert_used_count = None: a positive integer"),
         ({"metadata": {"split.count": 3}}, "split.count = 3: a part is expected to be named as NAME-00001-of-"),
         ({"metadata": {"llama.rope.dimension_count": 16}}, "llama.rope.dimension_count = 16: a part of head_dim = 32"),
@@ -314,13 +335,13 @@ def test_quantised_values_of_a_graph():
     types += [TensorType(DType.int32, ["T"], cpu), TensorType(DType.float32, ["M", 64], cpu)]
     with Graph("refused", input_types=types) as graph:
         good, ragged, symbolic, tokens, x = (value.tensor for value in graph.inputs)
-        with pytest.raises(ContractError, match="encoding 'TQ1_0' is none of Q4_0, Q8_0, IQ4_NL, Q4_K"):
-            QuantisedWeight(good, "TQ1_0")
+        with pytest.raises(ContractError, match="encoding 'NVFP4' is none of Q4_0, Q8_0, IQ4_NL, Q4_K"):
+            QuantisedWeight(good, "NVFP4")
         with pytest.raises(ShapeError, match="rows of 19 bytes, no multiple of a block's 18"):
             QuantisedWeight(ragged, "Q4_0")
         with pytest.raises(ShapeError, match="elements: the weight's size is symbolic"):
             quantised_rows(QuantisedWeight(symbolic, "Q4_0"), tokens)
-        with pytest.raises(ContractError, match="weights: 0, from 1 to 15"):
+        with pytest.raises(ContractError, match="weights: 0, from 1 to 12"):
             quantised_linear(x)
         with pytest.raises(ContractTypeError, match="x: dtype uint8 is none of float32, bfloat16"):
             quantised_linear(good, QuantisedWeight(good, "Q4_0"))

@@ -24,6 +24,7 @@ WITHOUT_EFFECT = {
 }  # fmt: skip
 OWN = {
     "gpt-oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}},
+    "mistral3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
 }
 """The keys that a plain file's model has of its own."""
@@ -54,15 +55,28 @@ NOT_NEUTRAL = {
     "command-r": {"attention.layer_norm_epsilon"},
     "cohere2": {"attention.layer_norm_epsilon"},
     "starcoder2": {"attention.layer_norm_epsilon"},
+    "glm4moe": {
+        "rope.dimension_count",
+        "expert_weights_scale",
+        "expert_shared_count",
+        "leading_dense_block_count",
+        "expert_gating_func",
+    },
+    "ernie4_5-moe": {"leading_dense_block_count"},
     "olmoe": {"expert_weights_norm", "feed_forward_length"},
 }
 LAYER_NORMS = {"attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"}
-OWN_WITHOUT_EFFECT = {"granite": GRANITE, "stablelm": {"use_parallel_residual"}}
+OWN_WITHOUT_EFFECT = {
+    "granite": GRANITE,
+    "ernie4_5-moe": {"expert_shared_count"},
+    "stablelm": {"use_parallel_residual"},
+}
 
 
 HUGGING_FACE = {
     "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim", "attention.layer_norm_rms_epsilon": "rms_norm_eps", "block_count": "tensor",
+    "leading_dense_block_count": "tensor", "interleave_moe_layer_step": "tensor",
     "logit_scale": "logits_scaling", "attention.layer_norm_epsilon": "norm_eps", "rope.freq_base": "rope_theta",
     "expert_used_count": "num_experts_per_tok", "expert_count": "expert_used_count",
 }  # fmt: skip
@@ -189,6 +203,9 @@ def test_without_windows_all_layers_rotate_alike(headers, kind):
 @pytest.mark.parametrize(
     ("kind", "said", "message"),
     [
+        ("glm4moe", {"nextn_predict_layers": 2}, "nextn_predict_layers = 2: fewer than block_count = 2 is expected"),
+        ("glm4moe", {"expert_gating_func": 1}, "expert_gating_func = 1: only 0 or 2 is supported of glm4moe"),
+        ("glm4moe", {"expert_weights_norm": 1}, "expert_weights_norm = 1: true or false is expected"),
         ("llama", {"general.type": "adapter"}, "general.type = 'adapter': only 'model' is supported"),
         ("llama", {"general.quantization_version": 1}, "general.quantization_version = 1: only 2"),
         ("llama", {"rope.scaling.type": "none", "rope.scale_linear": 4.0}, "rope.scale_linear = 4.0: two scalings"),

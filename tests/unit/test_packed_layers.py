@@ -30,7 +30,8 @@ KINDS = [
 
 OTHERS = [
     "fp8 8 blocks", "fp8 8", "compressed-tensors 8 float blocks", "compressed-tensors 8 float rows",
-    "compressed-tensors 8 float", "bitsandbytes 4 nf4 nested", "bitsandbytes 4 nf4", "bitsandbytes 4 fp4",
+    "compressed-tensors 8 float", "modelopt 8", "compressed-tensors 4 nvfp4", "modelopt 4 nvfp4",
+    "bitsandbytes 4 nf4 nested", "bitsandbytes 4 nf4", "bitsandbytes 4 fp4",
     "bitsandbytes 8",
 ]  # fmt: skip
 """Those that are no integers with groups."""
@@ -39,7 +40,7 @@ IN_BLOCKS = {
     "gptq 4 wide": "INT4", "gptq 4 symmetric wide": "Q4_0", "gptq 8 rows": "INT8", "gptq 8 symmetric wide": "Q8_0",
     "awq 4 wide": "INT4", "awq 4 rows": "INT4", "compressed-tensors 4 wide": "INT4",
     "compressed-tensors 4 symmetric wide": "Q4_0", "compressed-tensors 8 int wide": "INT8",
-    "compressed-tensors 8 symmetric rows": "Q8_0",
+    "compressed-tensors 8 symmetric rows": "Q8_0", "compressed-tensors 4 mxfp4": "MXFP4",
 }  # fmt: skip
 """The layers that stay packed, and as which blocks."""
 
@@ -64,6 +65,10 @@ def test_layers_are_unpacked(kind):
 @pytest.mark.parametrize("kind", OTHERS)
 @pytest.mark.parametrize("shape", [(N, K), (72, 80), (9, 30), (300, 256)])
 def test_other_layers_are_dequantised(kind, shape):
+    if "nvfp4" in kind and shape[1] % 16:
+        with pytest.raises(ValueError, match="30 inputs are no multiple of groups of 16"):
+            packing_of(make(kind)[2]).tensors(*shape)
+        return
     tensors, weight, said = make(kind, *shape)
     packing = packing_of(said)
     assert {name for name, (*_, required) in packing.tensors(*shape).items() if required} <= set(tensors)
@@ -108,7 +113,8 @@ def test_checkpoints_are_dequantised(tmp_path, kind, dtype):
     assert torch.equal(to_torch(loaded[plain]).float(), tensors[plain].to(to_torch(loaded[plain]).dtype).float())
 
 
-@pytest.mark.parametrize("kind", ["gptq 4 symmetric wide", "awq 4 wide", "compressed-tensors 8 int wide"])
+@pytest.mark.parametrize("kind", ["gptq 4 symmetric wide", "awq 4 wide", "compressed-tensors 8 int wide",
+                                  "compressed-tensors 4 mxfp4"])  # fmt: skip
 def test_checkpoints_stay_packed(tmp_path, kind):
     expected, _ = quantise(tmp_path, kind)
     source = open_source(tmp_path)
@@ -232,6 +238,21 @@ FAULTS = {
         change("weight_scale", lambda v: v.T.contiguous()),
         r"k_proj\.weight_scale has shape \[1, 32\], expected \[32, 1\]",
     ),
+    "float4's scale": (
+        "compressed-tensors 4 mxfp4",
+        change("weight_scale", lambda v: v * 0 + 255),
+        r"layer \S+k_proj: a scale is not finite",
+    ),
+    "float4's number": (
+        "compressed-tensors 4 nvfp4",
+        change("weight_global_scale", lambda v: v * 0),
+        r"layer \S+k_proj: a scale is not finite",
+    ),
+    "float4 without its number": (
+        "modelopt 4 nvfp4",
+        lambda t: t.pop(f"{LAYER}.weight_scale_2"),
+        r"tensor \S+k_proj\.weight_scale_2 is missing",
+    ),
     "state": (
         "bitsandbytes 4 nf4 nested",
         change("weight.quant_state.bitsandbytes__nf4", lambda v: v[:-1].clone()),
@@ -294,7 +315,10 @@ def compressed(**weights):
         (make("awq 4")[2] | {"version": "gemv"}, r'version = "gemv": only "gemm"'),
         (make("awq 4")[2] | {"bits": 8}, r"bits = 8: only 4"),
         (make("awq 4")[2] | {"zero_point": False}, "zero_point = false: layers without zeros"),
-        (compressed() | {"format": "nvfp4-pack-quantized"}, 'format = "nvfp4-pack-quantized"'),
+        (compressed() | {"format": "marlin-24"}, 'format = "marlin-24"'),
+        (compressed() | {"format": "nvfp4-pack-quantized"}, r'weights\.type = "int": only "float"'),
+        (compressed(type="float") | {"format": "mxfp4-pack-quantized"}, r"group_size = 16: only 32 is supported"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, 'quant_algo = "W4A8_AWQ"'),
         (compressed() | {"format": "float-quantized"}, r'weights\.type = "int": only "float"'),
         (compressed(type="float"), r'config_groups\.group_0\.weights\.type = "float"'),
         (compressed(strategy="block"), 'strategy = "block"'),

@@ -14,9 +14,11 @@ comptime RECORD_BYTES = 448
 cache.
 """
 comptime RECORD_STARTS_16 = 256
-"""`[16]` int32: -32 times the sum of 16 elements, what a sum of Q6_K begins with."""
+"""`[16]` int32: `-STARTS_16_OFFSET` times the sum of 16 elements, what a sum of Q6_K begins with."""
+comptime STARTS_16_OFFSET = 32
 comptime RECORD_STARTS_32 = 320
-"""`[8]` int32: -128 times the sum of 32 elements."""
+"""`[8]` int32: `-STARTS_32_OFFSET` times the sum of 32 elements."""
+comptime STARTS_32_OFFSET = 128
 comptime RECORD_SUMS = 352
 """`[8]` float32: the sum of 32 elements (Q8_0)."""
 comptime RECORD_SUM_PAIRS_16 = 352
@@ -96,11 +98,11 @@ def round_block[
             var whole = rounded(numbers[i] * scale.factor) if scale.factor > 0 else IntVector(0)
             record.unsafe_bitcast[Int8]().unsafe_store(LANES * i, whole.cast[DType.int8]())
             var sum = whole.reduce_add()
-            record.unsafe_offset(RECORD_STARTS_16).unsafe_bitcast[Int32]()[unsafe_offset=i] = -32 * sum
+            record.unsafe_offset(RECORD_STARTS_16).unsafe_bitcast[Int32]()[unsafe_offset=i] = -STARTS_16_OFFSET * sum
             comptime if blocks:
                 set_paired[i](record.unsafe_offset(RECORD_SUM_PAIRS_16), sum)
             both += sum
-        record.unsafe_offset(RECORD_STARTS_32).unsafe_bitcast[Int32]()[unsafe_offset=group] = -128 * both
+        record.unsafe_offset(RECORD_STARTS_32).unsafe_bitcast[Int32]()[unsafe_offset=group] = -STARTS_32_OFFSET * both
         comptime if blocks:
             set_paired[group](record.unsafe_offset(RECORD_SUM_PAIRS_32), both)
         else:

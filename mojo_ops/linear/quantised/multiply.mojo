@@ -1,5 +1,6 @@
 """Weights by rows of x: a tile by any number of them, or blocks by one row as they are unpacked."""
 
+from std.bit import count_trailing_zeros
 from std.math import ceildiv
 from std.memory import bitcast
 
@@ -16,9 +17,11 @@ from .activations import (
     RECORD_SUMS,
     RECORD_SUM_PAIRS_16,
     RECORD_SUM_PAIRS_32,
+    STARTS_16_OFFSET,
+    STARTS_32_OFFSET,
 )
 from .amx import multiply_group
-from .encodings import Encoding
+from .encoding import Encoding
 from .tile import BytePointer, CHUNK_LINES, Raw, STEPS, Tile, Unpacked, Words, prefetch_line
 
 comptime Sums = Pointer[FloatVector, MutUntrackedOrigin]
@@ -220,7 +223,12 @@ def start_of[E: Encoding](record: BytePointer, group: Int) -> IntVector:
     """Return what a group's int32 sum begins with: what an offset of the weights is taken away by, or 0."""
     comptime if E.OFFSET > 0 and not E.OFFSET_BY_MINS:
         comptime starts = RECORD_STARTS_16 if E.GROUP == 16 else RECORD_STARTS_32
-        return IntVector(record.unsafe_offset(starts).unsafe_bitcast[Int32]()[unsafe_offset=group])
+        comptime offset = STARTS_16_OFFSET if E.GROUP == 16 else STARTS_32_OFFSET
+        var start = record.unsafe_offset(starts).unsafe_bitcast[Int32]()[unsafe_offset=group]
+        comptime if E.OFFSET > offset:
+            return IntVector(start * Int32(E.OFFSET // offset))
+        else:
+            return IntVector(start >> Int32(count_trailing_zeros(offset // E.OFFSET)))
     else:
         return 0
 

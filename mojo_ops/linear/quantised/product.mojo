@@ -17,7 +17,8 @@ from ...isa.threads import Workers, run_tasks
 from ..experts import Grouping
 from .activations import RECORD_BYTES, RoundedRows, round_rows
 from .amx import TURN_BYTES, configure_group_tiles
-from .encodings import BLOCK_ENCODINGS, ENCODINGS, Encoding
+from .encoding import Encoding
+from .encodings import BLOCK_ENCODINGS, ENCODINGS
 from .multiply import FUSED_ROWS, MOST_ROWS, Sums, multiply, multiply_blocks
 from .tile import (
     BytePointer,

@@ -7,7 +7,7 @@ from ...cache.pointers import RowPointer, untracked
 from ...isa.int8_dot import DOT_ROWS
 from ...isa.memory import CACHE_LINE_BYTES, FloatPointer, align_to_line
 from ...isa.threads import Workers, for_rows
-from .encodings import Encoding
+from .encoding import Encoding
 from .tile import BytePointer, MAX_BLOCK_BYTES, RAW_BYTES, Raw, STEPS, TILE_BYTES, TILE_ELEMENTS, Tile
 
 

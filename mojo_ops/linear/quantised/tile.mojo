@@ -1,5 +1,6 @@
 """A tile of weights, 16 rows by 256 elements, and the transpose by which blocks become one."""
 
+from std.math import ceildiv
 from std.memory import bitcast, unsafe_memcpy, unsafe_memset_zero
 from std.sys.intrinsics import PrefetchOptions, prefetch
 from std.utils import IndexList
@@ -132,17 +133,18 @@ struct Raw(TrivialRegisterPassable):
     @always_inline
     def at_byte[byte: Int, block_bytes: Int](self) -> Words:
         """The 4 bytes from `byte` on, of blocks of so many bytes; what lies past these is anything."""
-        comptime dword = byte // 4
-        comptime shift = 8 * (byte % 4)
-        comptime whole = block_bytes // 16 * 4
-        # Dwords that the last vectors hold once more.
-        comptime again = (16 - block_bytes % 16) // 4 if block_bytes % 16 else 0
-        var low = self[dword if dword < whole else dword + again]
-        comptime if shift == 0:
+        comptime whole = block_bytes // 16 * 16
+        # Where blocks are no multiple of 16 bytes, their last 16 come once more.
+        comptime again = block_bytes - 16 if block_bytes > whole and byte + 4 > whole else whole
+        comptime assert byte >= again or byte < whole, "no dwords hold these 4 bytes"
+        comptime place = byte + whole - again
+        comptime end = ceildiv(block_bytes, 16) * 16
+        var low = self[place // 4]
+        comptime if place % 4 == 0:
             return low
         else:
-            var high = self[dword + 1 if dword + 1 < whole else dword + 1 + again]
-            return (low >> UInt32(shift)) | (high << UInt32(32 - shift))
+            var high = self[place // 4 + 1] if place // 4 * 4 + 4 < end else Words(0)
+            return (low >> UInt32(place % 4 * 8)) | (high << UInt32(32 - place % 4 * 8))
 
     @always_inline
     def transpose[block_bytes: Int](self, first: BytePointer, pitch: Int, coming: BytePointer):

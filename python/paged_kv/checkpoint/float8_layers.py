@@ -2,7 +2,7 @@
 
 A layer `NAME` has `weight` float8_e4m3 `[N, K]` and a scale for each block of it: `weight_scale_inv` (despite its name,
 what the weight is multiplied by) or `weight_scale`, `[N / rows, K / inputs]` rounded up; or one scale for the layer.
-Scales of activations, where they are stored, say how a device with products of float8 would round its activations:
+Scales of activations and of a cache, where they are stored, say how a device with products of float8 would round them:
 they change nothing here, where layers are dequantised when they are loaded.
 """
 
@@ -60,7 +60,8 @@ class Float8Packing:
         scales = {self.scale: ((*FLOATS, "F8_E8M0"), shape, True)}
         unused: Part = (FLOATS, (), False)
         weight: Part = (("F8_E4M3",), (rows, inputs), True)
-        return {"weight": weight, **scales, "activation_scale": unused, "input_scale": unused}
+        names = ("activation_scale", "input_scale", "k_scale", "v_scale")
+        return {"weight": weight, **scales, **dict.fromkeys(names, unused)}
 
     def encoding(self, inputs: int) -> Encoding | None:
         """As `Packing`: None, for want of a product."""

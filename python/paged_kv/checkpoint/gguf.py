@@ -7,10 +7,11 @@ whose dtype differs from the requested one, and of the q and k of families whose
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -135,8 +136,10 @@ class GgufCheckpoint:
                 problem = f"has shape {list(found.shape)}, expected {list(shape)}"
                 raise CheckpointError(f"{self.header.file}: tensor {printable(found.name)} {problem}")
         known = {*(tensor.name for tensor in tensors.values()), *scaling_tensors(self.header)}
+        layers = self.config.num_hidden_layers
+        drafts = tuple(f"blk.{layers + index}." for index in range(self.config.draft_layers))
         for name in self.header.tensors:
-            if name not in known:
+            if name not in known and not name.startswith(drafts):
                 raise CheckpointError(
                     f"{self.header.file}: tensor {printable(name)} is no part of the model of the metadata"
                 )
@@ -144,16 +147,12 @@ class GgufCheckpoint:
     def _check_scales(self, tensor: GgufTensor, encoding: Encoding) -> None:
         """Refuses blocks whose scales are NaN or infinite: whole rows of results would be."""
         blocks = tensor.data.reshape(-1, block_bytes(encoding))
-        wrongs = {at: blocks[:, at + 1] & 0x7C == 0x7C for at in TABLE[encoding].scales}  # all bits of the exponent
-        if encoding == "MXFP4":
-            wrongs[0] = blocks[:, 0] == mxfp4.NAN
-        for at, wrong in wrongs.items():
+        for scales in _scales(blocks, encoding):
+            wrong = ~np.isfinite(scales)
             if wrong.any():
                 block = int(wrong.argmax())
                 row = block * math.prod(tensor.shape[:-1]) // len(blocks)
-                half = blocks[block, at : at + 2].copy().view(np.float16)[0]
-                value = "nan" if encoding == "MXFP4" else half
-                problem = f"row {row} has the scale {value}, a finite one is expected"
+                problem = f"row {row} has the scale {scales[block]}, a finite one is expected"
                 raise CheckpointError(f"{self.header.file}: tensor {printable(tensor.name)}: {problem}")
 
     def _rows(self, name: str, data: npt.NDArray[np.uint8], config: DecoderConfig) -> npt.NDArray[np.uint8]:
@@ -178,3 +177,14 @@ class GgufCheckpoint:
             values = np.ascontiguousarray(values.astype(numpy_dtype(dtype), copy=False))
         # NumPy's DLPack does not know bfloat16: its bytes are passed as uint8.
         return Buffer.from_numpy(values.reshape(-1).view(np.uint8)).view(dtype, tensor.shape)
+
+
+def _scales(blocks: npt.NDArray[np.uint8], encoding: Encoding) -> Iterator[npt.NDArray[np.floating[Any]]]:
+    """The floating point numbers of each block, one after the other."""
+    if encoding == "MXFP4":
+        yield np.where(blocks[:, 0] == mxfp4.NAN, np.float16(np.nan), np.float16(1))
+    if encoding == "IQ1_M":  # 4 bits each at the top of four numbers of 16
+        parts = blocks[:, -8:].copy().view("<u2") >> 12 << np.arange(0, 16, 4, dtype=np.uint16)
+        yield np.bitwise_or.reduce(parts, axis=1, dtype=np.uint16).view(np.float16)
+    for at in TABLE[encoding].scales:
+        yield blocks[:, at : at + 2].copy().view("<f2")[:, 0]

@@ -74,6 +74,15 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
         values[key] = metadata.number(name, 0.0)
     for key, name in family.multipliers.items():
         values[key] = metadata.number(name, 1.0) or 1.0
+    for key, name in family.counts.items():
+        values[key] = metadata.integer(name, 0, least=0)
+    for key, name in family.flags.items():
+        values[key] = metadata.boolean(name)
+    if family.drafts is not None:
+        count, drafts = metadata.integer("block_count"), metadata.integer(family.drafts, 0, least=0)
+        if drafts >= count:
+            raise metadata.error(family.drafts, f"fewer than block_count = {count} is expected")
+        values["num_hidden_layers"], values["num_nextn_predict_layers"] = count - drafts, drafts
     heads, hidden = metadata.integer("attention.head_count"), metadata.integer("embedding_length")
     head_dim = values["head_dim"] = metadata.integer("attention.key_length", default=hidden // heads)
     if metadata.integer("attention.value_length", default=hidden // heads) != head_dim:
@@ -105,7 +114,8 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
         raise CheckpointError(f"{header.file}: tensor token_embd.weight is missing")
     values["vocab_size"] = embeddings.shape[0]
     values["tie_word_embeddings"] = "output.weight" not in header.tensors
-    for key, tensor in (("attention_bias", "attn_q.bias"), ("mlp_bias", "ffn_up.bias")):
+    parts = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias", "use_qk_norm": "attn_q_norm.weight"}
+    for key, tensor in parts.items():
         values[key] = f"blk.0.{tensor}" in header.tensors
 
     theta = values["rope_theta"] = metadata.number("rope.freq_base", 10000.0)
@@ -141,6 +151,7 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
 def _used(family: Gguf) -> frozenset[str]:
     """The metadata's keys that a family reads, beside those of all."""
     used = family.reads.union(family.sizes.values(), family.multipliers.values(), family.eps[1:])
+    used |= {*family.counts.values(), *family.flags.values(), *(() if family.drafts is None else (family.drafts,))}
     used |= frozenset() if family.windows is None else WINDOWS
     used |= frozenset() if family.mixture is None else {"expert_count", "expert_used_count"}
     return used | ({"rope.freq_base_swa"} if family.rotates_windows_apart else set())

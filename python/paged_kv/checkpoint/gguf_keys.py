@@ -138,12 +138,13 @@ class Metadata:
             raise self.error(name, "as many numbers as layers are expected")
         return value[0].item()
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        """A positive integer; `default` where there is none."""
+    def integer(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+        """An integer of at least `least`; `default` where there is none."""
         value = self.scalar(name)
         value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_SIZE:
-            raise self.error(name, "a positive integer below 2^31 is expected")
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_SIZE:
+            kind = "a positive integer below 2^31" if least else "an integer from 0 to 2^31 - 1"
+            raise self.error(name, f"{kind} is expected")
         return value
 
     def number(self, name: str, default: float) -> float:
@@ -153,6 +154,13 @@ class Metadata:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise self.error(name, "a finite number is expected")
         return float(value)
+
+    def boolean(self, name: str) -> bool:
+        """True or false, which it is where there is none."""
+        value = self.scalar(name)
+        if value is not None and not isinstance(value, bool):
+            raise self.error(name, "true or false is expected")
+        return bool(value)
 
     def check(self, same: Mapping[str, tuple[Any, ...]], *, without_effect: Collection[str] = ()) -> None:
         """Refuses every key whose value would change the results, unless it is in use.

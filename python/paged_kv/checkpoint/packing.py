@@ -2,7 +2,7 @@
 
 `quantization_config` names the method. A layer is quantised where the tensors of its method are there, whatever lists
 of layers the configuration has. Integers with groups are in integer_layers.py, float8 in float8_layers.py,
-bitsandbytes' codes in bitsandbytes_layers.py.
+float4 in float4_layers.py, bitsandbytes' codes in bitsandbytes_layers.py.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_kv.checkpoint.bitsandbytes_layers import bitsandbytes
+from paged_kv.checkpoint.float4_layers import compressed_float4, modelopt
 from paged_kv.checkpoint.float8_layers import compressed_float8, float8
 from paged_kv.checkpoint.integer_layers import Array, Part, awq, compressed_integers, gptq
 from paged_kv.errors import CheckpointError
@@ -81,6 +82,7 @@ def read_packing(fields: Fields) -> Packing | None:
         "awq": awq,
         "compressed-tensors": _compressed,
         "fp8": float8,
+        "modelopt": modelopt,
         "bitsandbytes": bitsandbytes,
     }
     method = said.get("quant_method")
@@ -93,7 +95,8 @@ def read_packing(fields: Fields) -> Packing | None:
 
 
 def _compressed(said: Fields) -> Packing:
-    floats = said.one_of("format", {"pack-quantized": False, "int-quantized": False, "float-quantized": True})
+    kinds = {"pack-quantized": "int", "int-quantized": "int", "float-quantized": "float8"}
+    kind = said.one_of("format", kinds | {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4"})
     groups = said.section("config_groups")
     if groups is None or len(groups.values) != 1:
         raise said.error("config_groups", "one group of layers is supported")
@@ -103,7 +106,9 @@ def _compressed(said: Fields) -> Packing:
     if group is None or weights is None:
         raise groups.error(name, "an object with weights is expected")
     inputs = group.section("input_activations")
-    return compressed_float8(weights) if floats else compressed_integers(said, weights, inputs)
+    if kind == "int":
+        return compressed_integers(said, weights, inputs)
+    return compressed_float8(weights) if kind == "float8" else compressed_float4(weights, powers=kind == "mxfp4")
 
 
 def check_layer(
