@@ -134,12 +134,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         mojo_package.build_once()
     if session.config.option.collectonly or session.config.option.dist != "no":  # workers start what they need
         return
+    jobs = []
     for item in session.items:
         if any(marker.args and marker.args[0] for marker in item.iter_markers("skipif")):
             continue  # nobody would wait for its jobs
-        for marker in item.iter_markers("waits_for"):
-            for job in marker.args:
-                job.start()
+        jobs += [job for marker in item.iter_markers("waits_for") for job in marker.args]
+    for job in sorted(jobs, key=lambda job: not job.is_long):
+        job.start()
 
 
 def pytest_sessionfinish() -> None:

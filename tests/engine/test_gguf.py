@@ -42,7 +42,7 @@ CASES = {
         lambda name: "F16" if "attn_q" in name else "Q4_0",
     ),
     "unrotated layers": ("smollm3", {}, plain),
-    "fused": ("phi3", {}, lambda _: "Q4_K"),
+    "fused, a grid": ("phi3", {}, lambda name: "IQ3_S" if "ffn_down" in name else "Q4_K"),
     "experts": ("qwen3moe", {}, lambda name: "Q6_K" if "down_exps" in name else "Q4_K"),
     "experts in MXFP4": ("gpt-oss", {}, lambda name: "MXFP4" if "exps" in name else "Q8_0"),
     "windows": ("gemma3", {}, lambda name: "BF16" if "token_embd" in name else "Q6_K"),

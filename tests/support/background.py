@@ -26,8 +26,10 @@ _running: set[subprocess.Popen[str]] = set()
 class Job(Generic[Result]):
     """A function that is run once; calling the job gives its result, or raises what it raised."""
 
-    def __init__(self, function: Callable[[], Result]) -> None:
+    def __init__(self, function: Callable[[], Result], *, is_long: bool = False) -> None:
+        """A job that `is_long` starts before the others: at the end it would keep one core busy alone."""
         self._function = function
+        self.is_long = is_long
         self._future: Future[Result] | None = None
 
     def start(self) -> None:

@@ -88,7 +88,7 @@ def compile_graphs(program: str) -> tuple[str, list[Kernel]]:
         return result.stdout, kernels(artefact.read_bytes())
 
 
-api = Job(lambda: compile_graphs("compile_api.py"))
+api = Job(lambda: compile_graphs("compile_api.py"), is_long=True)
 """All kernels of the API as MAX compiles them for sm_90a."""
-step = Job(lambda: compile_graphs("compile_step.py"))
+step = Job(lambda: compile_graphs("compile_step.py"), is_long=True)
 """All kernels of a Llama step."""
