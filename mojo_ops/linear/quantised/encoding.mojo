@@ -35,6 +35,9 @@ trait Encoding:
     """True if a tile's minimums take the offset away. Else the int32 sum begins so that it does."""
     comptime HAS_MINS: Bool
     """True if groups have minimums."""
+    comptime FUSED: Bool = True
+    """True if few rows of x are multiplied as blocks are unpacked. Else a tile is made for them too: where unpacking
+    takes longer than the tile's stores, code is compiled once for all numbers of rows."""
     comptime MINS_IN_STEPS: Bool = True
     """True if a group's minimum of `set_min` is in steps of its scale."""
 

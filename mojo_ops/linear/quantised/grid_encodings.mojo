@@ -38,11 +38,20 @@ def sign_codes(signs: Words) -> Words:
 
 
 @always_inline
-def with_eighth(signs: Words) -> Words:
-    """Seven signs, bits 0 to 6, and the eighth: as many are negative as make an even number."""
-    var seven = signs & 127
-    # Bit i of 0x6996 is 1 where i has an odd number of ones.
-    return seven | (((Words(0x6996) >> ((seven ^ (seven >> 4)) & 15)) & 1) << 7)
+def parities(signs: Words) -> Words:
+    """Bit 0: whether an odd number of bits 0 to 6 is set. Wherever seven bits begin, that bit is theirs."""
+    var pairs = signs ^ (signs >> 1)
+    return pairs ^ (pairs >> 2) ^ (pairs >> 4) ^ (signs >> 6)
+
+
+@always_inline
+def seven_sign_codes[first: Int](signs: Words, eighths: Words) -> Words:
+    """As `sign_codes`, of seven signs from bit `first` on; the eighth, of the same place in their `parities`, makes the
+    number of negative ones even."""
+    var seven = signs >> UInt32(first)
+    var lower = (seven & 0x0F) * 0x01020408
+    var upper = (seven & 0x70) * 0x01020408
+    return (lower & 0x08080808) | (upper & 0x80808080) | ((eighths << UInt32(31 - first)) & 0x80000000)
 
 
 @always_inline
@@ -63,6 +72,7 @@ struct IQ2_XXS(Encoding):
     comptime OFFSET = 64
     comptime OFFSET_BY_MINS = False
     comptime HAS_MINS = False
+    comptime FUSED = False
 
     @staticmethod
     @always_inline
@@ -72,9 +82,10 @@ struct IQ2_XXS(Encoding):
             var indices = raw.at_byte[2 + 8 * group, Self.BYTES]()
             var signs = raw.at_byte[6 + 8 * group, Self.BYTES]()
             tile.set_scale[group](odd(signs >> 28))
+            var eighths = parities(signs)
             comptime for i in range(4):
                 var entry = looked_up[IQ2_XXS_GRID]((indices >> UInt32(8 * i)) & 255)
-                var codes = entry | sign_codes(with_eighth(signs >> UInt32(7 * i)))
+                var codes = entry | seven_sign_codes[7 * i](signs, eighths)
                 set_codes[Self, IQ2_VALUES, 8 * group + 2 * i](tile, codes)
 
 
@@ -90,6 +101,7 @@ struct IQ2_XS(Encoding):
     comptime OFFSET = 64
     comptime OFFSET_BY_MINS = False
     comptime HAS_MINS = False
+    comptime FUSED = False
 
     @staticmethod
     @always_inline
@@ -99,9 +111,10 @@ struct IQ2_XS(Encoding):
             var scales = raw.at_byte[66 + group // 8 * 4, Self.BYTES]()
             tile.set_scale[group](odd((scales >> UInt32(4 * (group % 8))) & 15))
             var both = raw.at_byte[2 + 4 * group, Self.BYTES]()
+            var eighths = parities(both)
             comptime for i in range(2):
                 var entry = looked_up[IQ2_XS_GRID]((both >> UInt32(16 * i)) & 511)
-                var codes = entry | sign_codes(with_eighth(both >> UInt32(16 * i + 9)))
+                var codes = entry | seven_sign_codes[16 * i + 9](both, eighths)
                 set_codes[Self, IQ2_VALUES, 4 * group + 2 * i](tile, codes)
 
 
@@ -117,6 +130,7 @@ struct IQ2_S(Encoding):
     comptime OFFSET = 64
     comptime OFFSET_BY_MINS = False
     comptime HAS_MINS = False
+    comptime FUSED = False
 
     @staticmethod
     @always_inline
@@ -147,6 +161,7 @@ struct IQ3_XXS(Encoding):
     comptime OFFSET = 64
     comptime OFFSET_BY_MINS = False
     comptime HAS_MINS = False
+    comptime FUSED = False
 
     @staticmethod
     @always_inline
@@ -155,10 +170,11 @@ struct IQ3_XXS(Encoding):
         comptime for group in range(8):
             var signs = raw.at_byte[66 + 4 * group, Self.BYTES]()
             tile.set_scale[group](odd(signs >> 28))
+            var eighths = parities(signs)
             comptime for i in range(4):
                 var both = raw.at_byte[2 + 8 * group + i // 2 * 4, Self.BYTES]() >> UInt32(16 * (i % 2))
                 var entry = looked_up[IQ3_XXS_GRID](both & 255) | (looked_up[IQ3_XXS_GRID]((both >> 8) & 255) << 4)
-                var codes = entry | sign_codes(with_eighth(signs >> UInt32(7 * i)))
+                var codes = entry | seven_sign_codes[7 * i](signs, eighths)
                 set_codes[Self, IQ3_XXS_VALUES, 8 * group + 2 * i](tile, codes)
 
 
@@ -174,6 +190,7 @@ struct IQ3_S(Encoding):
     comptime OFFSET = 16
     comptime OFFSET_BY_MINS = False
     comptime HAS_MINS = False
+    comptime FUSED = False
 
     @staticmethod
     @always_inline
@@ -213,6 +230,7 @@ struct IQ1_S(Encoding):
     comptime OFFSET = 16
     comptime OFFSET_BY_MINS = False
     comptime HAS_MINS = False
+    comptime FUSED = False
 
     @staticmethod
     @always_inline
@@ -243,6 +261,7 @@ struct IQ1_M(Encoding):
     comptime OFFSET = 16
     comptime OFFSET_BY_MINS = False
     comptime HAS_MINS = False
+    comptime FUSED = False
 
     @staticmethod
     @always_inline

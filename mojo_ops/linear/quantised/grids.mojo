@@ -7,8 +7,9 @@ bits: of 2 bits in grids of 8, of 3 bits in those of 4, each the place of a valu
 
 from std.builtin.globals import global_constant
 from std.memory import bitcast
+from std.sys import llvm_intrinsic
 
-from ...isa.int8_dot import DOT_ROWS
+from ...isa.int8_dot import DOT_ROWS, HAS_AVX2, HAS_AVX512
 
 from .tile import Words
 
@@ -25,7 +26,23 @@ def looked_up[count: Int, //, grid: Array[UInt32, count]](indices: Words) -> Wor
     """The entries of 16 rows' indices. A dword has the places of 8 values: of the first four in the low halves of its
     bytes, of the others in the high ones."""
     ref entries = global_constant[grid]()
-    return entries.unsafe_ptr().unsafe_gather(bitcast[DType.int32, DOT_ROWS](indices))
+    var lanes = bitcast[DType.int32, DOT_ROWS](indices)
+    comptime if HAS_AVX2 and not HAS_AVX512:
+        # LLVM makes single loads of a gather for these CPUs, whose instruction is faster nevertheless.
+        return gather_half(entries.unsafe_ptr(), lanes.slice[8]()).join(
+            gather_half(entries.unsafe_ptr(), lanes.slice[8, offset=8]())
+        )
+    else:
+        return entries.unsafe_ptr().unsafe_gather(lanes)
+
+
+@always_inline
+def gather_half(entries: Pointer[UInt32, _], indices: SIMD[DType.int32, 8]) -> SIMD[DType.uint32, 8]:
+    comptime Half = SIMD[DType.int32, 8]
+    var found = llvm_intrinsic["llvm.x86.avx2.gather.d.d.256", Half](
+        Half(0), entries.unsafe_bitcast[Int8](), indices, Half(-1), Int8(4)
+    )
+    return bitcast[DType.uint32, 8](found)
 
 
 def grid_of[count: Int, values: Int](entries: StaticString) -> Array[UInt32, count]:

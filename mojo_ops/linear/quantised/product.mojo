@@ -307,7 +307,7 @@ struct Section[dtype: DType](TrivialRegisterPassable):
         for i in range(tiles * max(m, FUSED_ROWS)):
             vectors[unsafe_offset=i] = 0
         comptime for rows in [1, 2, 4, 8]:
-            comptime if rows <= FUSED_ROWS:
+            comptime if E.FUSED and rows <= FUSED_ROWS:
                 if tiles == 1 and m <= rows:
                     for column in range(self.columns):
                         var coming = self.coming_tile[E](0, column, 1)
