@@ -1,4 +1,4 @@
-"""GGUF's encodings whose weights are entries of a grid: 8 or 4 of them are one index (`grids.mojo`), 1 to 3.5 bits each.
+"""GGUF's encodings whose weights are entries of a grid: 8 or 4 of them are one index (`grids.mojo`).
 
 Their signs or shifts lie beside. A place in a grid and a sign make a code of 4 bits, and a shuffle its value.
 """
@@ -22,7 +22,7 @@ comptime IQ1_VALUES = Values(-7, 1, 9, 0, 0, 0, 0, 0, -9, -1, 7, 0, 0, 0, 0, 0)
 
 @always_inline
 def set_codes[T: Unpacked, //, E: Encoding, values: Values, step: Int](mut tile: T, codes: Words):
-    """Elements of two steps from their codes: of the first in the low halves of bytes, of the second in the high ones."""
+    """Elements of two steps: codes of the first are in the low halves of bytes, of the second in the high ones."""
     comptime table = bitcast[DType.uint8, 16](values + Int8(E.OFFSET))
     var low = table._dynamic_shuffle(bitcast[DType.uint8, 64](codes & LOW))
     var high = table._dynamic_shuffle(bitcast[DType.uint8, 64]((codes >> 4) & LOW))
@@ -61,7 +61,7 @@ def odd(words: Words) -> FloatVector:
 
 
 struct IQ2_XXS(Encoding):
-    """d, and for each 32 elements 4 bytes of indices, then 4 times 7 signs and a scale of 4 bits: d/8 (2 s + 1)."""
+    """A block is d, and for each 32 elements 4 bytes of indices, 4 times 7 signs and a scale of 4 bits: d/8 (2 s + 1)."""
 
     comptime INDEX = 19
     comptime BLOCK_ELEMENTS = 256
@@ -90,7 +90,7 @@ struct IQ2_XXS(Encoding):
 
 
 struct IQ2_XS(Encoding):
-    """d, 32 times an index of 9 bits and 7 signs, 16 scales of 4 bits: d/8 (2 s + 1)."""
+    """A block is d, 32 times an index of 9 bits and 7 signs, 16 scales of 4 bits: d/8 (2 s + 1)."""
 
     comptime INDEX = 20
     comptime BLOCK_ELEMENTS = 256
@@ -119,7 +119,7 @@ struct IQ2_XS(Encoding):
 
 
 struct IQ2_S(Encoding):
-    """d, 32 lower bytes of indices, 32 of signs, 32 times 2 upper bits, 16 scales of 4 bits: d/8 (2 s + 1)."""
+    """A block is d, 32 lower bytes of indices, 32 of signs, 32 times 2 upper bits, 16 scales of 4 bits: d/8 (2 s + 1)."""
 
     comptime INDEX = 21
     comptime BLOCK_ELEMENTS = 256
@@ -150,7 +150,7 @@ struct IQ2_S(Encoding):
 
 
 struct IQ3_XXS(Encoding):
-    """d, 64 indices, and for each 32 elements 4 times 7 signs and a scale of 4 bits: d/4 (2 s + 1)."""
+    """A block is d, 64 indices, and for each 32 elements 4 times 7 signs and a scale of 4 bits: d/4 (2 s + 1)."""
 
     comptime INDEX = 22
     comptime BLOCK_ELEMENTS = 256
@@ -179,7 +179,7 @@ struct IQ3_XXS(Encoding):
 
 
 struct IQ3_S(Encoding):
-    """d, 64 lower bytes of indices, 64 upper bits, 32 bytes of signs, 8 scales of 4 bits: d (2 s + 1)."""
+    """A block is d, 64 lower bytes of indices, 64 upper bits, 32 bytes of signs, 8 scales of 4 bits: d (2 s + 1)."""
 
     comptime INDEX = 23
     comptime BLOCK_ELEMENTS = 256
@@ -216,7 +216,7 @@ def shift_codes(shifts: Words) -> Words:
 
 
 struct IQ1_S(Encoding):
-    """d, 32 lower bytes of indices, and for each 32 elements 4 times 3 upper bits, a scale of 3 bits, a shift.
+    """A block is d, 32 lower bytes of indices, and for each 32 elements 12 upper bits, a scale of 3 bits, a shift.
 
     d (2 s + 1) (entry + 1/8), or - 1/8.
     """
