@@ -61,7 +61,7 @@ def odd(words: Words) -> FloatVector:
 
 
 struct IQ2_XXS(Encoding):
-    """A block is d, and for each 32 elements 4 bytes of indices, 4 times 7 signs and a scale of 4 bits: d/8 (2 s + 1)."""
+    """A block is d, and for each 32 elements 4 bytes of indices, 28 signs, a scale of 4 bits: d/8 (2 s + 1)."""
 
     comptime INDEX = 19
     comptime BLOCK_ELEMENTS = 256
@@ -119,7 +119,7 @@ struct IQ2_XS(Encoding):
 
 
 struct IQ2_S(Encoding):
-    """A block is d, 32 lower bytes of indices, 32 of signs, 32 times 2 upper bits, 16 scales of 4 bits: d/8 (2 s + 1)."""
+    """A block is d, 32 lower bytes of indices, 32 of signs, 64 upper bits, 16 scales of 4 bits: d/8 (2 s + 1)."""
 
     comptime INDEX = 21
     comptime BLOCK_ELEMENTS = 256
