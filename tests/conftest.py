@@ -137,7 +137,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     jobs = []
     for item in session.items:
         if any(marker.args and marker.args[0] for marker in item.iter_markers("skipif")):
-            continue  # nobody would wait for its jobs
+            continue  # a skipped test needs no job
         jobs += [job for marker in item.iter_markers("waits_for") for job in marker.args]
     for job in sorted(jobs, key=lambda job: not job.is_long):
         job.start()

@@ -24,7 +24,7 @@ comptime E2M1_VALUES = Values(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8
 
 @always_inline
 def set_values[T: Unpacked, //, values: Values, step: Int](mut tile: T, quads: Words):
-    """As `set_nibbles`, of `values`."""
+    """Set two steps from four bytes, whose low and high halves are places in `values`."""
     comptime table = bitcast[DType.uint8, 16](values) + UInt8(SIGNED_OFFSET)
     var low = table._dynamic_shuffle(bitcast[DType.uint8, 64](quads & LOW))
     var high = table._dynamic_shuffle(bitcast[DType.uint8, 64]((quads >> 4) & LOW))
@@ -70,7 +70,7 @@ struct Q4_0(Encoding):
 
 
 struct IQ4_NL(Encoding):
-    """As Q4_0, of `IQ4_VALUES`."""
+    """A block is d and 16 bytes in the order of Q4_0, whose halves are places in `IQ4_VALUES`."""
 
     comptime INDEX = 2
     comptime BLOCK_ELEMENTS = 32
@@ -170,7 +170,7 @@ struct Q4_K(Encoding):
 
 
 struct Q5_K(Encoding):
-    """As Q4_K, with 32 bytes between: bit `g` of byte `i` is the fifth of element `i` of group `g`."""
+    """A block is Q4_K's with 32 bytes between: bit `g` of byte `i` is the fifth of element `i` of group `g`."""
 
     comptime INDEX = 4
     comptime BLOCK_ELEMENTS = 256
@@ -315,7 +315,7 @@ struct Q4_1(Encoding):
 
 @always_inline
 def set_fives[T: Unpacked, //, group: Int, i: Int](mut tile: T, quads: Words, fifths: Words):
-    """As `set_nibbles`, of bytes `4 i` to `4 i + 3` of `group`. Bit `e` of `fifths` is the fifth of element `e`."""
+    """Set two steps from bytes `4 i` to `4 i + 3` of `group`. Bit `e` of `fifths` is the fifth of element `e`."""
     tile.set_step[8 * group + i]((quads & LOW) | fifths_of[i](fifths))
     tile.set_step[8 * group + i + 4](((quads >> 4) & LOW) | fifths_of[i + 4](fifths))
 

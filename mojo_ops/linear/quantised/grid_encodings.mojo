@@ -46,8 +46,8 @@ def parities(signs: Words) -> Words:
 
 @always_inline
 def seven_sign_codes[first: Int](signs: Words, eighths: Words) -> Words:
-    """As `sign_codes`, of seven signs from bit `first` on; the eighth, of the same place in their `parities`, makes the
-    number of negative ones even."""
+    """The upper bits of 8 codes from seven signs, bit `first` on, and an eighth, that bit of their `parities`: it makes
+    the number of negative ones even."""
     var seven = signs >> UInt32(first)
     var lower = (seven & 0x0F) * 0x01020408
     var upper = (seven & 0x70) * 0x01020408

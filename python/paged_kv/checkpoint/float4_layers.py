@@ -68,7 +68,7 @@ class Float4Packing:
         return f"{self.method} weights of float4"
 
     def tensors(self, rows: int, inputs: int) -> dict[str, Part]:
-        """As `Packing`."""
+        """Name the tensors of a layer, with dtype, shape and whether each must be there."""
         if inputs % self.group:
             raise ValueError(f"{inputs} inputs are no multiple of groups of {self.group}")
         kind = ("U8", "F8_E8M0") if self.whole is None else ("F8_E4M3",)
@@ -82,16 +82,16 @@ class Float4Packing:
         return found | dict.fromkeys(UNUSED, unused)
 
     def encoding(self, inputs: int) -> Encoding | None:
-        """As `Packing`: None for NVFP4, for want of a product."""
+        """Return MXFP4, or None for NVFP4, which has no product and is dequantised."""
         return "MXFP4" if self.whole is None and inputs % 32 == 0 else None
 
     @property
     def codes_name(self) -> str:
-        """As `Packing`."""
+        """The tensor that tells a quantised layer."""
         return "weight_scale"
 
     def unpack(self, rows: int, inputs: int, read: Callable[[str], Array | None]) -> Float4Weight:
-        """As `Packing`."""
+        """Read a layer from its tensors."""
         del rows, inputs
         codes, stored = read(self.codes), read("weight_scale")
         assert codes is not None
