@@ -15,6 +15,7 @@ from paged_kv.errors import ShapeError
 Encoding = Literal[
     "Q4_0", "Q8_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "MXFP4", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K",
     "INT4", "INT8", "TQ1_0", "TQ2_0", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S",
+    "NVFP4", "Q1_0",
 ]  # fmt: skip
 
 
@@ -28,6 +29,8 @@ class Block:
     """Offsets of its float16 numbers: a file in which one is not finite is refused."""
     gguf: int | None = None
     """The encoding's number in GGUF files; None where it is this package's own."""
+    gguf_bytes: int | None = None
+    """Bytes of a block in these files, where they are put together when they are loaded; None: as many."""
 
 
 TABLE: dict[Encoding, Block] = {
@@ -55,9 +58,11 @@ TABLE: dict[Encoding, Block] = {
     "IQ2_S": Block(256, 82, gguf=22),
     "IQ3_XXS": Block(256, 98, gguf=18),
     "IQ3_S": Block(256, 110, gguf=21),
+    "NVFP4": Block(64, 40, (), gguf=40, gguf_bytes=36),  # checkpoint/nvfp4.py
+    "Q1_0": Block(128, 18, gguf=41),
 }
 """In the order of their indices in the kernels. INT4 and INT8, blocks of 32 elements with a float16 scale and a zero,
-are what GPTQ's kind of checkpoints is put into."""
+are what GPTQ's kind of checkpoints is put into; a block of NVFP4 begins with the float32 number of its matrix."""
 ENCODINGS: tuple[Encoding, ...] = tuple(TABLE)
 GGUF_ENCODINGS: tuple[Encoding, ...] = tuple(name for name, block in TABLE.items() if block.gguf is not None)
 

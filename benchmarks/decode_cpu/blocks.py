@@ -77,6 +77,20 @@ def _mxfp4(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[list[Array
     return [exponents, pairs], np.concatenate([_FP4, -_FP4])[q] * np.ldexp(1, exponents.astype(np.int32) - 127)
 
 
+def _nvfp4(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[list[Array], Array]:
+    """4 groups of 16, whose scales are 2 to the power of 0 to 3."""
+    number = rng.uniform(1e-3, 2e-3, (*shape, 1)).astype(np.float32)
+    powers, q = rng.integers(0, 4, (*shape, 4), np.uint8), rng.integers(0, 16, (*shape, 4, 16), np.uint8)
+    steps = number * np.ldexp(np.float32(1), powers.astype(np.int32))
+    stored = [number.view(np.uint8), powers + 7 << 3, q[..., :8] | q[..., 8:] << 4]
+    return stored, steps[..., None] * np.concatenate([_FP4, -_FP4])[q]
+
+
+def _q1_0(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[list[Array], Array]:
+    (stored, d), q = _scales(rng, shape, 0.01), rng.integers(0, 2, (*shape, 128), np.uint8)
+    return [stored, np.packbits(q, -1, "little")], d * (2 * q.astype(np.float32) - 1)
+
+
 def _int4(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[list[Array], Array]:
     (stored, d), (q, pairs) = _scales(rng, shape, 1e-3), _nibbles(rng, shape)
     zeros = rng.integers(4, 12, (*shape, 1), np.uint8)
@@ -172,6 +186,7 @@ _RANDOM_BLOCKS: dict[Encoding, tuple[int, Callable[..., tuple[list[Array], Array
     "Q4_0": (32, _q4_0), "Q4_K": (256, _q4_k), "Q5_K": (256, _q5_k), "Q6_K": (256, _q6_k), "Q8_0": (32, _q8_0),
     "IQ4_NL": (32, _iq4_nl), "IQ4_XS": (256, _iq4_xs), "MXFP4": (32, _mxfp4), "INT4": (32, _int4), "INT8": (32, _int8),
     "Q4_1": (32, _q4_1), "Q5_0": (32, _q5_0), "Q5_1": (32, _q5_1), "Q2_K": (256, _q2_k), "Q3_K": (256, _q3_k),
+    "NVFP4": (64, _nvfp4), "Q1_0": (128, _q1_0),
 }  # fmt: skip
 """Elements of a block, and what makes blocks `[rows, blocks]`: the parts of their bytes, and what they mean."""
 

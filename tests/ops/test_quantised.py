@@ -28,6 +28,7 @@ EXPERTS = ("Q4_0", "Q4_K", "MXFP4", "INT4")
 """Stacks: small and large blocks, blocks that begin at any byte, and zeros. Products know nothing of stacks."""
 TOGETHER = {
     "small": [each for each in ENCODINGS if block_elements(each) == 32],
+    "wide": [each for each in ENCODINGS if block_elements(each) in (64, 128)],
     "large": [each for each in ENCODINGS if block_elements(each) == 256 and not each.startswith(GRIDS)],
     "grids": [each for each in ENCODINGS if each.startswith(GRIDS)],
 }
@@ -115,7 +116,9 @@ def check(x, blocks, encoding):
 
 def depths(encoding):
     """One block, a few, and of small blocks such numbers as fill no whole tile."""
-    return (256, 768, 1280) if block_elements(encoding) == 256 else (32, 96, 256, 288, 832, 1248)
+    if block_elements(encoding) == 32:
+        return 32, 96, 256, 288, 832, 1248
+    return (256, 768, 1280) if block_elements(encoding) == 256 else (128, 256, 384, 1664)
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -141,7 +144,7 @@ def test_what_rounding_costs(encoding):
 def test_extreme_blocks(encoding):
     """Zeros, the largest scales, denormal ones, all weights and activations at their ends: no sum overflows."""
     k = 768
-    x = np.where(np.arange(5 * k).reshape(5, k) % 3 == 0, -8.0, 8.0).astype(np.float32)
+    x = np.where(np.arange(5 * k).reshape(5, k) % 5 == 0, -8.0, 8.0).astype(np.float32)
     zeros = np.zeros((16, row_bytes(encoding, k)), np.uint8)
     assert_bits_equal(product(x, zeros, encoding), np.zeros((5, 16), np.float32), what="blocks of zeros")
     for byte in (0x00, 0x7F, 0x80, 0xFF):

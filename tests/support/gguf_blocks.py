@@ -10,18 +10,18 @@ from paged_kv.graphs.encodings import GGUF_ENCODINGS
 
 GRIDS = ("IQ1", "IQ2", "IQ3")
 """Beginnings of the encodings that look their weights up in a grid."""
-OWN = {"INT4": (32, 20), "INT8": (32, 36)}
-"""Encodings that are not GGUF's: elements and bytes of a block."""
-KINDS = {name: gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "NVFP4", *GGUF_ENCODINGS)}
+OWN = {"INT4": (32, 20), "INT8": (32, 36), "NVFP4": (64, 40)}
+"""Encodings whose blocks are not GGUF's: elements and bytes of a block."""
+KINDS = {name: gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q8_K", *GGUF_ENCODINGS)}
 SCALES = {
     "Q4_0": {0: 0.05}, "Q8_0": {0: 4e-3}, "IQ4_NL": {0: 4e-3}, "Q4_K": {0: 1e-3, 2: 1e-3}, "Q5_K": {0: 5e-4, 2: 5e-4},
     "Q6_K": {208: 1e-4}, "IQ4_XS": {0: 1e-4}, "INT4": {0: 0.05}, "INT8": {0: 4e-3}, "Q4_1": {0: 0.05, 2: 0.4},
     "Q5_0": {0: 0.02}, "Q5_1": {0: 0.02, 2: 0.3}, "Q2_K": {80: 0.01, 82: 0.01}, "Q3_K": {108: 4e-3},
     "TQ1_0": {52: 0.2}, "TQ2_0": {64: 0.2}, "IQ1_S": {0: 0.02}, "IQ2_XXS": {0: 2e-3}, "IQ2_XS": {0: 2e-3},
-    "IQ2_S": {0: 2e-3}, "IQ3_XXS": {0: 1e-3}, "IQ3_S": {0: 1e-3}, "IQ1_M": {},
+    "IQ2_S": {0: 2e-3}, "IQ3_XXS": {0: 1e-3}, "IQ3_S": {0: 1e-3}, "IQ1_M": {}, "Q1_0": {0: 0.2},
 }  # fmt: skip
-"""The places of a block's float16 numbers, and their sizes in `random_blocks`. MXFP4 has a byte, E8M0, instead;
-IQ1_M has 4 bits each at the top of its last four numbers of 16."""
+"""The places of a block's float16 numbers, and their sizes in `random_blocks`. MXFP4 has a byte, E8M0, instead,
+NVFP4 a float32; IQ1_M has 4 bits each at the top of its last four numbers of 16."""
 
 
 def quantise(weight, encoding):
@@ -37,15 +37,20 @@ def quantise(weight, encoding):
         return _q6_k(weight)
     if encoding in ("IQ4_NL", "IQ4_XS"):
         return _iq4(weight, encoding)
-    if encoding.startswith((*GRIDS, "NVFP4")):  # nothing here searches a grid: some other weights
-        return random_blocks(encoding, *weight.shape, seed=weight.size)
+    if encoding.startswith((*GRIDS, "NVFP4", "Q1_0", "Q8_K")):  # nothing here searches a grid: some other weights
+        blocks = random_blocks(encoding, *weight.shape, seed=weight.size)
+        return blocks.reshape(-1, 40)[:, 4:].reshape(len(blocks), -1) if encoding == "NVFP4" else blocks
     return gguf.quants.quantize(weight, KINDS[encoding])
 
 
 def dequantise(blocks, encoding):
-    """`[N, K]` float32, by the `gguf` package where the encoding is GGUF's."""
+    """`[N, K]` float32, by the `gguf` package where it knows the encoding."""
     if encoding in OWN:
         return _of_own(blocks, encoding)
+    if encoding == "Q1_0":  # a bit for each sign, after the magnitude
+        parts = blocks.reshape(-1, 18)
+        signs = np.unpackbits(parts[:, 2:], axis=1, bitorder="little").astype(np.float32) * 2 - 1
+        return (parts[:, :2].copy().view(np.float16).astype(np.float32) * signs).reshape(len(blocks), -1)
     return gguf.quants.dequantize(blocks, KINDS[encoding])
 
 
@@ -57,6 +62,9 @@ def random_blocks(encoding, rows, elements, seed=0):
 
     if encoding == "MXFP4":
         data[:, :, 0] = random.integers(116, 122, data.shape[:2])
+    if encoding == "NVFP4":
+        data[:, :, :4] = random.uniform(-1e-3, 1e-3, (rows, elements // blocks, 1)).astype(np.float32).view(np.uint8)
+        data[:, :, 4:8] -= (data[:, :, 4:8] & 127) == 127  # NaN
     for at, largest in SCALES.get(encoding, {}).items():
         values = random.uniform(-largest, largest, (*data.shape[:2], 1)).astype(np.float16)
         data[:, :, at : at + 2] = values.view(np.uint8)
@@ -81,6 +89,9 @@ def set_scales(blocks, encoding, values):
     if encoding == "MXFP4":
         flat[:, 0] = np.frexp(np.abs(values[: len(flat)], dtype=np.float32))[1] + 127
         return
+    if encoding == "NVFP4":
+        flat[:, :4] = values[: len(flat), None].astype(np.float32).view(np.uint8)
+        return
     if encoding == "IQ1_M":
         set_quarters(flat, values[: len(flat)])
     for at in SCALES[encoding]:
@@ -90,9 +101,9 @@ def set_scales(blocks, encoding, values):
 def round_activations(x, encoding):
     """`x` `[M, K]` as it is multiplied by weights of an encoding, float64.
 
-    Beside the encodings of 32 elements 32 share a float16 scale (Q8_0), beside the others 256 a float32 one (Q8_K).
+    Beside the encodings of 256 elements these share a float32 scale (Q8_K), beside the others 32 a float16 one (Q8_0).
     """
-    size = size_of(encoding)[0]
+    size = 256 if size_of(encoding)[0] == 256 else 32
     groups = np.asarray(x, np.float32).reshape(len(x), -1, size)
     largest = np.abs(groups).max(-1, keepdims=True)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
@@ -110,6 +121,8 @@ def size_of(encoding):
 
 def _of_own(blocks, encoding):
     parts = blocks.reshape(-1, OWN[encoding][1])
+    if encoding == "NVFP4":
+        return _nvfp4(parts).reshape(len(blocks), -1)
     scales = parts[:, :2].copy().view(np.float16).astype(np.float32)
     if encoding == "INT4":
         codes, zeros = np.concatenate([parts[:, 4:] & 15, parts[:, 4:] >> 4], axis=1), parts[:, 2:3]
@@ -117,6 +130,16 @@ def _of_own(blocks, encoding):
         codes, zeros = parts[:, 4:].view(np.int8), parts[:, 2:3].view(np.int8)
     values = scales * (codes.astype(np.float32) - zeros.astype(np.float32))
     return values.reshape(len(blocks), -1)
+
+
+def _nvfp4(parts):
+    """Blocks `[N, 40]` as values `[N, 4, 16]`; 127 is taken for the number that it would be without NaN."""
+    codes = np.arange(128)
+    e4m3 = np.where(codes < 8, codes / 512, np.ldexp(1 + codes % 8 / 8, codes // 8 - 7)).astype(np.float32)
+    scales = parts[:, :4].copy().view(np.float32) * e4m3[parts[:, 4:8] & 127]
+    pairs = parts[:, 8:].reshape(-1, 4, 8)
+    halves = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
+    return scales[..., None] / 2 * halves[np.concatenate([pairs & 15, pairs >> 4], -1)]
 
 
 def _halves(values):

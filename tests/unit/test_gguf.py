@@ -12,13 +12,14 @@ from max.graph import DeviceRef, Graph, TensorType
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from paged_kv.arrays.host import to_numpy
+from paged_kv.checkpoint import nvfp4
 from paged_kv.checkpoint.config import config_of
 from paged_kv.checkpoint.gguf import open_gguf
 from paged_kv.checkpoint.gguf_header import _ENCODINGS, Strings, read_header
 from paged_kv.checkpoint.source import open_source
 from paged_kv.cli import _run
 from paged_kv.errors import CheckpointError, ContractError, ContractTypeError, ShapeError
-from paged_kv.graphs.encodings import GGUF_ENCODINGS, block_elements, row_bytes
+from paged_kv.graphs.encodings import GGUF_ENCODINGS, TABLE, block_bytes, row_bytes
 from paged_kv.graphs.models.tensors import expected_tensors
 from paged_kv.graphs.quantised import QuantisedWeight, quantised_linear, quantised_rows
 from support import gguf_blocks
@@ -139,9 +140,12 @@ def test_scales_that_are_not_finite(tmp_path, encoding, scale):
     """Each of a block's: refused by the tensor's name, before a product turns whole rows into NaN."""
     checkpoint = open_gguf(write(tmp_path / "model.gguf", encoding_of=lambda _: encoding))
     data = checkpoint.header.tensors["blk.1.ffn_up.weight"].data
-    size = row_bytes(encoding, block_elements(encoding))
-    blocks = data.reshape(-1, size)  # of the private map, which can be written
+    blocks = data.reshape(-1, TABLE[encoding].gguf_bytes or block_bytes(encoding))  # of the private map, can be written
     checkpoint.load(checkpoint.config, DType.float32)
+    if encoding == "NVFP4":
+        blocks[-1, 3] = 0xFF  # of E4M3
+        refused(checkpoint.load, checkpoint.config, DType.float32, match="blk.1.ffn_up.weight: a scale is not finite")
+        return
     if encoding == "MXFP4":  # the one power that is none
         scale = np.nan
     for at in SCALES.get(encoding) or {0: 0}:
@@ -153,6 +157,31 @@ def test_scales_that_are_not_finite(tmp_path, encoding, scale):
         problem = rf"tensor blk\.1\.ffn_up\.weight: row {len(data) - 1} has the scale {scale}, a finite one is expected"
         refused(checkpoint.load, checkpoint.config, DType.float32, match=problem)
         blocks[-1] = right
+
+
+def test_numbers_beside_blocks_of_nvfp4(tmp_path):
+    """That of a matrix, 1 where there is none, multiplies its weights; what scales x changes nothing."""
+    number = {"blk.0.ffn_up.scale": [0.25], "blk.0.ffn_up.input_scale": [3.0]}
+    file = write(tmp_path / "model.gguf", encoding_of=lambda _: "NVFP4", more_tensors=number)
+    checkpoint = open_gguf(file)
+    loaded = checkpoint.load(checkpoint.config, DType.float32)
+    for layer, factor in (0, 0.25), (1, 1):
+        stored = checkpoint.header.tensors[f"blk.{layer}.ffn_up.weight"].data
+        expected = factor * gguf.quants.dequantize(stored, gguf.GGMLQuantizationType.NVFP4)
+        blocks = to_numpy(loaded[f"model.layers.{layer}.mlp.up_proj.weight"])
+        np.testing.assert_array_equal(dequantise(blocks, "NVFP4"), expected)
+    for wrong in ([1.0, 2.0], [np.inf]):
+        file = write(tmp_path / "wrong.gguf", encoding_of=lambda _: "NVFP4", more_tensors={"blk.0.ffn_up.scale": wrong})
+        checkpoint = open_gguf(file)
+        refused(checkpoint.load, checkpoint.config, DType.float32, match=r"blk\.0\.ffn_up\.(scale has|weight: a scale)")
+
+
+def test_numbers_of_experts_in_nvfp4():
+    """One for each: of their matrices, not of the rows."""
+    blocks = np.zeros((3, 5, 72), np.uint8)
+    numbers = np.arange(1, 4, dtype=np.float32)
+    stored = nvfp4.with_number(blocks, numbers).reshape(3, 5, 2, 40)[..., :4].copy().view(np.float32)
+    np.testing.assert_array_equal(stored[..., 0], np.broadcast_to(numbers[:, None, None], (3, 5, 2)))
 
 
 def test_layers_that_draft_are_not_read(tmp_path):
@@ -228,7 +257,7 @@ def test_strings_are_counted_and_skipped(tmp_path):
 def test_every_encoding_has_its_name_and_size(tmp_path, kind):
     """The next tensor begins where it ends."""
     elements, size = gguf.GGML_QUANT_SIZES[kind]
-    if kind.name == "Q8_1":
+    if kind.name == "Q8_K":
         size = 36  # ggml's; 40 in the package
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
     for name in "ab":
@@ -257,10 +286,10 @@ def test_no_encoding_up_to_the_last_is_a_number():
         ({"drop": ["attention.head_count"]}, "llama.attention.head_count = None: a positive integer"),
         ({"drop": ["token_embd.weight"]}, "tensor token_embd.weight is missing"),
         ({"drop": ["blk.1.ffn_up.weight"]}, "tensor blk.1.ffn_up.weight is missing"),
-        ({"encoding_of": lambda name: "NVFP4" if "blk.0.ffn_up" in name else "Q4_0"},
-         "tensor blk.0.ffn_up.weight has encoding NVFP4, expected one of F32, F16, BF16, Q4_0, Q8_0, IQ4_NL, Q4_K,"
+        ({"encoding_of": lambda name: "Q8_K" if "blk.0.ffn_up" in name else "Q4_0"},
+         "tensor blk.0.ffn_up.weight has encoding Q8_K, expected one of F32, F16, BF16, Q4_0, Q8_0, IQ4_NL, Q4_K,"
          " Q5_K, Q6_K, IQ4_XS, MXFP4, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, TQ1_0, TQ2_0, IQ1_S, IQ1_M, IQ2_XXS, IQ2_XS, IQ2_S,"
-         " IQ3_XXS, IQ3_S: download the model's Q4_K_M, Q8_0 or Q2_K file"),
+         " IQ3_XXS, IQ3_S, NVFP4, Q1_0: download the model's Q4_K_M, Q8_0 or Q2_K file"),
         ({"metadata": {"llama.expert_count": 8}}, "llama.expert_used_count = None: a positive integer"),
         ({"metadata": {"split.count": 3}}, "split.count = 3: a part is expected to be named as NAME-00001-of-"),
         ({"metadata": {"llama.rope.dimension_count": 16}}, "llama.rope.dimension_count = 16: a part of head_dim = 32"),
@@ -303,8 +332,9 @@ def test_a_tensor_of_another_encoding_than_it_says(tmp_path, encoding):
     whole = write(tmp_path / "model.gguf", encoding_of=lambda _: encoding).read_bytes()
     at = whole.index(name := b"blk.1.ffn_up.weight") + len(name) + 4 + 2 * 8
     assert whole[at] == gguf_blocks.KINDS[encoding]
-    for said, number in gguf_blocks.KINDS.items():
-        sizes = {block_bytes / elements for elements, block_bytes in map(gguf_blocks.size_of, (said, encoding))}
+    for number in gguf_blocks.KINDS.values():
+        kinds = (number, gguf_blocks.KINDS[encoding])
+        sizes = {size / elements for elements, size in map(gguf.GGML_QUANT_SIZES.__getitem__, kinds)}
         (bad := tmp_path / "bad.gguf").write_bytes(whole[:at] + bytes([number]) + whole[at + 1 :])
         if len(sizes) == 1:
             open_gguf(bad)
@@ -335,8 +365,8 @@ def test_quantised_values_of_a_graph():
     types += [TensorType(DType.int32, ["T"], cpu), TensorType(DType.float32, ["M", 64], cpu)]
     with Graph("refused", input_types=types) as graph:
         good, ragged, symbolic, tokens, x = (value.tensor for value in graph.inputs)
-        with pytest.raises(ContractError, match="encoding 'NVFP4' is none of Q4_0, Q8_0, IQ4_NL, Q4_K"):
-            QuantisedWeight(good, "NVFP4")
+        with pytest.raises(ContractError, match="encoding 'Q8_K' is none of Q4_0, Q8_0, IQ4_NL, Q4_K"):
+            QuantisedWeight(good, "Q8_K")
         with pytest.raises(ShapeError, match="rows of 19 bytes, no multiple of a block's 18"):
             QuantisedWeight(ragged, "Q4_0")
         with pytest.raises(ShapeError, match="elements: the weight's size is symbolic"):

@@ -41,6 +41,7 @@ IN_BLOCKS = {
     "awq 4 wide": "INT4", "awq 4 rows": "INT4", "compressed-tensors 4 wide": "INT4",
     "compressed-tensors 4 symmetric wide": "Q4_0", "compressed-tensors 8 int wide": "INT8",
     "compressed-tensors 8 symmetric rows": "Q8_0", "compressed-tensors 4 mxfp4": "MXFP4",
+    "compressed-tensors 4 nvfp4": "NVFP4", "modelopt 4 nvfp4": "NVFP4",
 }  # fmt: skip
 """The layers that stay packed, and as which blocks."""
 
@@ -73,7 +74,9 @@ def test_other_layers_are_dequantised(kind, shape):
     packing = packing_of(said)
     assert {name for name, (*_, required) in packing.tensors(*shape).items() if required} <= set(tensors)
     np.testing.assert_allclose(packing.unpack(*shape, tensors.get).dequantised(), weight, rtol=1e-5, atol=1e-7)
-    assert packing.encoding(64) == ("Q8_0" if kind == "bitsandbytes 8" else None)
+    assert packing.encoding(80) is None
+    in_blocks = "Q8_0" if kind == "bitsandbytes 8" else "NVFP4" if "nvfp4" in kind else None
+    assert packing.encoding(64) == in_blocks
 
 
 def test_rows_of_int8_become_blocks():
@@ -98,7 +101,7 @@ def test_what_is_dequantised_instead(kind):
     assert packing_of(make(kind)[2]).encoding(K) is None
 
 
-@pytest.mark.parametrize("kind", [KINDS[3], KINDS[5], KINDS[8], KINDS[11], *OTHERS[:-1]])
+@pytest.mark.parametrize("kind", [KINDS[3], KINDS[5], KINDS[8], KINDS[11], *OTHERS[:6], *OTHERS[8:-1]])
 @pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16])
 def test_checkpoints_are_dequantised(tmp_path, kind, dtype):
     expected, tensors = quantise(tmp_path, kind)
@@ -114,7 +117,7 @@ def test_checkpoints_are_dequantised(tmp_path, kind, dtype):
 
 
 @pytest.mark.parametrize("kind", ["gptq 4 symmetric wide", "awq 4 wide", "compressed-tensors 8 int wide",
-                                  "compressed-tensors 4 mxfp4"])  # fmt: skip
+                                  "compressed-tensors 4 mxfp4", "modelopt 4 nvfp4"])  # fmt: skip
 def test_checkpoints_stay_packed(tmp_path, kind):
     expected, _ = quantise(tmp_path, kind)
     source = open_source(tmp_path)

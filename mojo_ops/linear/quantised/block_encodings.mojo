@@ -23,13 +23,13 @@ comptime E2M1_VALUES = Values(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8
 
 
 @always_inline
-def set_values[T: Unpacked, //, values: Values, step: Int](mut tile: T, quads: Words):
-    """Set two steps from four bytes, whose low and high halves are places in `values`."""
+def set_values[T: Unpacked, //, values: Values, step: Int, *, apart: Int = 4](mut tile: T, quads: Words):
+    """Set two steps, `apart` from each other, from four bytes, whose low and high halves are places in `values`."""
     comptime table = bitcast[DType.uint8, 16](values) + UInt8(SIGNED_OFFSET)
     var low = table._dynamic_shuffle(bitcast[DType.uint8, 64](quads & LOW))
     var high = table._dynamic_shuffle(bitcast[DType.uint8, 64]((quads >> 4) & LOW))
     tile.set_step[step](bitcast[DType.uint32, DOT_ROWS](low))
-    tile.set_step[step + 4](bitcast[DType.uint32, DOT_ROWS](high))
+    tile.set_step[step + apart](bitcast[DType.uint32, DOT_ROWS](high))
 
 
 @always_inline
@@ -571,3 +571,67 @@ struct TQ2_0(Encoding):
         comptime for run in range(8):
             comptime for i in range(8):
                 tile.set_step[8 * run + i]((raw[run // 4 * 8 + i] >> UInt32(2 * (run % 4))) & 0x03030303)
+
+
+@always_inline
+def unsigned_e4m3(words: Words, i: Int) -> FloatVector:
+    """The float8 of four bits of exponent and three of mantissa in byte `i` of each dword, without its sign.
+
+    127 means NaN, and is refused when a file is loaded.
+    """
+    var code = (words >> UInt32(8 * i)) & 0x7F
+    var normal = bitcast[DType.float32, DOT_ROWS]((code << 20) + 0x3C000000)
+    return code.lt(8).select(code.cast[DType.float32]() / 512, normal)
+
+
+struct NVFP4(Encoding):
+    """A block of 64 is a float32 number, four scales of E4M3, and four times 8 bytes of `E2M1_VALUES`: element `i` of
+    16 in the low half of byte `i`, `i + 8` in the high one.
+    """
+
+    comptime INDEX = 24
+    comptime BLOCK_ELEMENTS = 64
+    comptime BYTES = 160
+    comptime GROUP = 16
+    comptime ROUNDS_BLOCKS = False
+    comptime SIGNED = not SIGNED_AS_UNSIGNED
+    comptime OFFSET = SIGNED_OFFSET
+    comptime OFFSET_BY_MINS = False
+    comptime HAS_MINS = False
+
+    @staticmethod
+    @always_inline
+    def unpack[T: Unpacked](raw: Raw, mut tile: T):
+        comptime for block in range(4):
+            comptime first = 10 * block
+            var whole = bitcast[DType.float32, DOT_ROWS](raw[first])
+            comptime for i in range(4):
+                comptime group = 4 * block + i
+                tile.set_scale[group](whole * unsigned_e4m3(raw[first + 1], i) / 2)
+                comptime for quad in range(2):
+                    set_values[E2M1_VALUES, 4 * group + quad, apart=2](tile, raw[first + 2 + 2 * i + quad])
+
+
+struct Q1_0(Encoding):
+    """A block of 128 is d and 16 bytes: d where bit `i % 8` of byte `i // 8` is set, else -d."""
+
+    comptime INDEX = 25
+    comptime BLOCK_ELEMENTS = 128
+    comptime BYTES = 36
+    comptime GROUP = 32
+    comptime ROUNDS_BLOCKS = False
+    comptime SIGNED = False
+    comptime OFFSET = 1
+    comptime OFFSET_BY_MINS = False
+    comptime HAS_MINS = False
+
+    @staticmethod
+    @always_inline
+    def unpack[T: Unpacked](raw: Raw, mut tile: T):
+        comptime for group in range(8):
+            comptime first = 18 * (group // 4)
+            tile.set_scale[group](half(raw.at_byte[first, Self.BYTES]()))
+            var bits = raw.at_byte[first + 2 + 4 * (group % 4), Self.BYTES]()
+            comptime for i in range(8):
+                # The sums of a product are bits 7 apart, of which none meet: bit b becomes bit 8 b + 1, a weight of 2.
+                tile.set_step[8 * group + i]((((bits >> UInt32(4 * i)) & 15) * 0x00408102) & 0x02020202)

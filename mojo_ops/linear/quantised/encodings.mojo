@@ -9,6 +9,8 @@ from .block_encodings import (
     IQ4_NL,
     IQ4_XS,
     MXFP4,
+    NVFP4,
+    Q1_0,
     Q2_K,
     Q3_K,
     Q4_0,
@@ -51,6 +53,8 @@ comptime ENCODINGS = TypeList.of[
     IQ2_S,
     IQ3_XXS,
     IQ3_S,
+    NVFP4,
+    Q1_0,
 ]()
 """All of them, in the order of their indices: that of `TABLE` in graphs/encodings.py."""
 comptime BLOCK_ENCODINGS = block_encodings()

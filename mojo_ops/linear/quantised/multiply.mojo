@@ -267,7 +267,7 @@ def add_group[
         product *= scales
         comptime if E.HAS_MINS and not E.MINS_IN_STEPS:
             product = mins.fma(float_of(record, RECORD_SUMS, group), product)
-        totals = product.fma(float_of(record, RECORD_SCALES, group), totals)
+        totals = product.fma(float_of(record, RECORD_SCALES, group // (32 // E.GROUP)), totals)
 
 
 @always_inline

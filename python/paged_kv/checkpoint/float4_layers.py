@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from paged_kv.checkpoint import mxfp4
+from paged_kv.checkpoint import mxfp4, nvfp4
 from paged_kv.checkpoint.float8_layers import Float8Packing
 from paged_kv.checkpoint.integer_layers import Array, Part
 from paged_kv.graphs.encodings import Encoding
@@ -34,8 +34,10 @@ class Float4Weight:
     """`[N, K / 2]`."""
     scales: npt.NDArray[np.float32]
     """`[N, K / group]`."""
-    powers: npt.NDArray[np.uint8] | None
-    """The scales as E8M0, where they are powers of two."""
+    stored: npt.NDArray[np.uint8]
+    """The scales as they are stored: E8M0, or E4M3 beside `number`."""
+    number: np.float32 | None
+    """The number that multiplies all scales, of NVFP4."""
 
     def dequantised(self) -> npt.NDArray[np.float32]:
         """The weight in float32, `[N, K]`."""
@@ -44,10 +46,13 @@ class Float4Weight:
         return values.reshape(len(self.codes), -1)
 
     def blocks(self, encoding: Encoding) -> npt.NDArray[np.uint8]:
-        """The weight in blocks of MXFP4: `[N, row_bytes("MXFP4", K)]`."""
-        if self.powers is None or encoding != "MXFP4":
-            raise ValueError(f"float4 with float8 scales is not put into {encoding}")
-        return mxfp4.blocks_of(self.codes.reshape(*self.powers.shape, 16), self.powers)
+        """The weight in blocks of MXFP4 or NVFP4: `[N, row_bytes(encoding, K)]`."""
+        codes = self.codes.reshape(*self.stored.shape, -1)
+        if encoding == "MXFP4" and self.number is None:
+            return mxfp4.blocks_of(codes, self.stored)
+        if encoding == "NVFP4" and self.number is not None:
+            return nvfp4.with_number(nvfp4.blocks_of(codes, self.stored), np.asarray(self.number))
+        raise ValueError(f"float4 of these scales is not put into {encoding}")
 
 
 @dataclass(frozen=True)
@@ -82,8 +87,10 @@ class Float4Packing:
         return found | dict.fromkeys(UNUSED, unused)
 
     def encoding(self, inputs: int) -> Encoding | None:
-        """Return MXFP4, or None for NVFP4, which has no product and is dequantised."""
-        return "MXFP4" if self.whole is None and inputs % 32 == 0 else None
+        """Return MXFP4 or NVFP4; None where rows are no whole blocks of it."""
+        if self.whole is None:
+            return "MXFP4" if inputs % 32 == 0 else None
+        return "NVFP4" if inputs % 64 == 0 else None
 
     @property
     def codes_name(self) -> str:
@@ -100,16 +107,17 @@ class Float4Packing:
             powers = stored.view(np.uint8)
             if (powers == mxfp4.NAN).any():
                 raise ValueError("a scale is not finite")
-            return Float4Weight(codes, np.ldexp(1.0, powers.astype(np.int32) - 127).astype(np.float32), powers)
+            return Float4Weight(codes, np.ldexp(1.0, powers.astype(np.int32) - 127).astype(np.float32), powers, None)
         whole = read(self.whole)
         assert whole is not None
         number = whole.astype(np.float32).reshape(1)
         scales = stored.astype(np.float32)
         with np.errstate(all="ignore"):
-            scales *= np.float32(1) / number if self.divides else number
+            number = np.float32(1) / number if self.divides else number
+            scales *= number
         if not np.isfinite(scales).all():
             raise ValueError("a scale is not finite")
-        return Float4Weight(codes, scales, None)
+        return Float4Weight(codes, scales, stored.view(np.uint8), number[0])
 
 
 def compressed_float4(weights: Fields, *, powers: bool) -> Float4Packing:

@@ -21,7 +21,7 @@ from max.dtype import DType
 
 from paged_kv.arguments import printable
 from paged_kv.arrays.dtypes import numpy_dtype
-from paged_kv.checkpoint import mxfp4
+from paged_kv.checkpoint import mxfp4, nvfp4
 from paged_kv.checkpoint.config import checkpoint_path, config_of
 from paged_kv.checkpoint.gguf_families import find_family, hugging_face_config, scaling_tensors
 from paged_kv.checkpoint.gguf_header import GgufHeader, GgufTensor
@@ -105,8 +105,7 @@ class GgufCheckpoint:
         buffers = {}
         for name, tensor in tensors.items():
             if name in quantised:
-                self._check_scales(tensor, quantised[name])
-                buffers[name] = Buffer.from_numpy(self._rows(name, tensor.data, config))
+                buffers[name] = Buffer.from_numpy(self._rows(name, self._blocks(tensor, quantised[name]), config))
             else:
                 buffers[name] = self._floats(name, tensor, dtype, config)
             done += tensor.data.size
@@ -136,6 +135,9 @@ class GgufCheckpoint:
                 problem = f"has shape {list(found.shape)}, expected {list(shape)}"
                 raise CheckpointError(f"{self.header.file}: tensor {printable(found.name)} {problem}")
         known = {*(tensor.name for tensor in tensors.values()), *scaling_tensors(self.header)}
+        for tensor in tensors.values():
+            if tensor.encoding == "NVFP4":
+                known |= {_beside(tensor, "scale"), _beside(tensor, "input_scale")}  # the latter is for x of 4 bits
         layers = self.config.num_hidden_layers
         drafts = tuple(f"blk.{layers + index}." for index in range(self.config.draft_layers))
         for name in self.header.tensors:
@@ -143,6 +145,25 @@ class GgufCheckpoint:
                 raise CheckpointError(
                     f"{self.header.file}: tensor {printable(name)} is no part of the model of the metadata"
                 )
+
+    def _blocks(self, tensor: GgufTensor, encoding: Encoding) -> npt.NDArray[np.uint8]:
+        """The blocks of a quantised tensor as the kernels take them, with scales that are finite."""
+        if encoding != "NVFP4":
+            self._check_scales(tensor, encoding)
+            return tensor.data
+        beside = self.header.tensors.get(_beside(tensor, "scale"))
+        number, experts = np.ones((), np.float32), tensor.shape[:-2]
+        if beside is not None:
+            if beside.encoding != "F32" or beside.shape not in ((1,), experts):
+                problem = f"has encoding {beside.encoding} and shape {list(beside.shape)}"
+                raise CheckpointError(
+                    f"{self.header.file}: tensor {printable(beside.name)} {problem}, one F32 expected"
+                )
+            number = beside.data.view(np.float32).reshape(experts if beside.shape == experts else ())
+        try:
+            return nvfp4.with_number(tensor.data, number)
+        except ValueError as error:
+            raise CheckpointError(f"{self.header.file}: tensor {printable(tensor.name)}: {error}") from None
 
     def _check_scales(self, tensor: GgufTensor, encoding: Encoding) -> None:
         """Refuses blocks whose scales are NaN or infinite: whole rows of results would be."""
@@ -177,6 +198,11 @@ class GgufCheckpoint:
             values = np.ascontiguousarray(values.astype(numpy_dtype(dtype), copy=False))
         # NumPy's DLPack does not know bfloat16: its bytes are passed as uint8.
         return Buffer.from_numpy(values.reshape(-1).view(np.uint8)).view(dtype, tensor.shape)
+
+
+def _beside(tensor: GgufTensor, name: str) -> str:
+    """The name of a tensor that says something of another."""
+    return f"{tensor.name.removesuffix('weight')}{name}"
 
 
 def _scales(blocks: npt.NDArray[np.uint8], encoding: Encoding) -> Iterator[npt.NDArray[np.floating[Any]]]:

@@ -35,11 +35,15 @@ _MAX_NAME = 65535
 _LENGTH = struct.Struct("<Q")
 
 _ENCODINGS = {
-    **{block.gguf: (name, block.elements, block.bytes) for name, block in TABLE.items() if block.gguf is not None},
+    **{
+        block.gguf: (name, block.elements, block.gguf_bytes or block.bytes)
+        for name, block in TABLE.items()
+        if block.gguf is not None
+    },
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2),
     # Those that are refused, by name.
     9: ("Q8_1", 32, 36), 15: ("Q8_K", 256, 292), 24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4),
-    27: ("I64", 1, 8), 28: ("F64", 1, 8), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
+    27: ("I64", 1, 8), 28: ("F64", 1, 8),
     # Those that ggml no longer has.
     4: ("Q4_2", 16, 10), 5: ("Q4_3", 16, 12), 31: ("Q4_0_4_4", 32, 18), 32: ("Q4_0_4_8", 32, 18),
     33: ("Q4_0_8_8", 32, 18), 36: ("IQ4_NL_4_4", 32, 18), 37: ("IQ4_NL_4_8", 32, 18), 38: ("IQ4_NL_8_8", 32, 18),
