@@ -1,7 +1,6 @@
 """The linear op against a float64 product: every dtype, every edge of its blocks, any number of threads."""
 
 from dataclasses import dataclass
-from functools import cache
 
 import ml_dtypes  # noqa: F401  (teaches NumPy the name bfloat16)
 import numpy as np
@@ -11,9 +10,7 @@ from max.graph import DeviceRef, Graph, TensorType
 
 from paged_kv.arrays.host import to_buffer, to_numpy
 from paged_kv.graphs import ops
-from paged_kv.runtime.artefacts import load_graphs
-from paged_kv.runtime.compile_key import CompileKey
-from paged_kv.runtime.session import default_runtime
+from support import op_graphs
 from support.compare import assert_bits_equal
 from support.dtype_pairs import LINEAR_PAIRS as PAIRS
 from support.harness import refused
@@ -27,45 +24,26 @@ TINIEST = {"float32": 0.0, "bfloat16": 0.0, "float16": 2.0**-24}
 """The step between numbers near 0, where sums are small enough for it to matter."""
 
 
-@cache
-def models():
-    """One graph for each pair of dtypes, all sizes symbolic, compiled in one go."""
-
-    def build(module, names):
-        for name in names:
-            x_dtype, w_dtype = (DType[part] for part in name.split("_")[1:])
-            types = [TensorType(x_dtype, ["M", "K"], CPU), TensorType(w_dtype, ["N", "L"], CPU)]
+@op_graphs.add
+def build(module):
+    """A graph for each pair of dtypes, and one of x by three weights for some, all sizes symbolic."""
+    for count, pairs in (1, PAIRS), (3, PAIRS[:4]):
+        for x_dtype, w_dtype in pairs:
+            weights = [TensorType(DType[w_dtype], [f"N{i}", f"L{i}"], CPU) for i in range(count)]
+            types = [TensorType(DType[x_dtype], ["M", "K"], CPU), *weights]
+            name = f"linear{count}_{x_dtype}_{w_dtype}"
             with Graph(name, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
-                graph.output(ops.linear(*(value.tensor for value in graph.inputs)))
-
-    names = [f"linear_{x}_{w}" for x, w in PAIRS]
-    return load_graphs(default_runtime().session, {name: CompileKey(name) for name in names}, build)
+                x, *ws = (value.tensor for value in graph.inputs)
+                graph.output(*(ops.linear_group(x, ws) if count > 1 else [ops.linear(x, *ws)]))
 
 
 def linear(x, w):
-    (y,) = models()[f"linear_{x.dtype.name}_{w.dtype.name}"].execute(to_buffer(x), to_buffer(w))
+    (y,) = op_graphs.models()[f"linear1_{x.dtype.name}_{w.dtype.name}"].execute(to_buffer(x), to_buffer(w))
     return to_numpy(y).copy()
 
 
-@cache
-def group_models():
-    """For each pair of dtypes x by three weights in one op."""
-
-    def build(module, names):
-        for name in names:
-            x_dtype, w_dtype = (DType[part] for part in name.split("_")[1:])
-            weights = [TensorType(w_dtype, [f"N{i}", f"L{i}"], CPU) for i in range(3)]
-            types = [TensorType(x_dtype, ["M", "K"], CPU), *weights]
-            with Graph(name, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
-                x, *ws = (value.tensor for value in graph.inputs)
-                graph.output(*ops.linear_group(x, ws))
-
-    names = [f"linears_{x}_{w}" for x, w in PAIRS[:4]]
-    return load_graphs(default_runtime().session, {name: CompileKey(name) for name in names}, build)
-
-
 def linear_group(x, ws):
-    ys = group_models()[f"linears_{x.dtype.name}_{ws[0].dtype.name}"].execute(*map(to_buffer, (x, *ws)))
+    ys = op_graphs.models()[f"linear3_{x.dtype.name}_{ws[0].dtype.name}"].execute(*map(to_buffer, (x, *ws)))
     return [to_numpy(y).copy() for y in ys]
 
 
@@ -185,7 +163,7 @@ def test_a_group_gives_the_bits_of_its_members(pair, m):
 def test_a_group_with_weights_of_another_depth_is_refused():
     x, w = operands(("float32", "float32"), 3, 4, 8)
     with refused("w", 7, 8):
-        group_models()["linears_float32_float32"].execute(*map(to_buffer, (x, w[:, :7].copy(), w, w)))
+        op_graphs.models()["linear3_float32_float32"].execute(*map(to_buffer, (x, w[:, :7].copy(), w, w)))
 
 
 def test_float32_rows_keep_their_bits_against_bfloat16_weights():

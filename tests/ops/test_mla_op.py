@@ -18,11 +18,6 @@ SCALE = 192**-0.5
 WIDTHS = ((512, 64), (512, 0), (64, 8), (40, 24), (8, 128), (256, 512))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _variants() -> None:
-    latent.load_graphs()
-
-
 def assert_is_oracle(case: LatentCase, **options) -> None:
     o, lse = latent.mla_attention(case, **options)
     names = ("q_nope", "q_pe", "ckv", "kpe", "lookup_table", "row_batch", "row_lengths")

@@ -38,6 +38,13 @@ NARROWEST = ("bfloat16", "float8_e5m2")
 """Has a test of its own."""
 MASKED_PAIRS = (*((dtype, dtype) for dtype in DTYPES), ("bfloat16", "float8_e4m3fn"))
 """Dtypes of q and of the cache in masked attention."""
+LATENT_PAIRS = tuple(
+    pair
+    for pair in (("bfloat16", "bfloat16"), ("bfloat16", "float8_e4m3fn"), ("float32", "float32"))
+    if pair[0] in DTYPES
+)
+OTHER_OUTPUTS = tuple((dtype, "float32") for dtype in ("bfloat16",) if dtype in DTYPES)
+"""Dtypes of q and of an output that is not q's."""
 STORED = {name: dtype for dtype, name in CODES.items()}
 """The dtype of the memory of codes."""
 CODE_PAIRS = (
@@ -45,7 +52,7 @@ CODE_PAIRS = (
     ("float16", "int8"),
     *(("bfloat16", codes) for codes in CODE_DTYPES),
 )
-"""Dtypes of q and of a cache of codes; append and gather take the first and the last, masked attention the last."""
+"""Dtypes of q and of a cache of codes; append and gather take the first two and the last, masked attention the last."""
 BITS = {1: DType.uint8, 2: DType.uint16, 4: DType.uint32}
 NONE = np.zeros(0, np.float32)
 Storage = tuple[np.ndarray, np.ndarray, str, int]
@@ -99,10 +106,10 @@ class Host:
             view = np.append(view[:12], views[1].shape[-1])
         inputs = [to_buffer(np.ascontiguousarray(row)) for row in rows]
         options = [np.array(option) for option in (*tensors, *numbers)]
-        loads = {"masked_attention": masked_runtime, "mla_attention": graphs}.get(variant.op, runtime)
-        loaded = (codes_runtime if variant.dtype != variant.kv_dtype and variant.kv_dtype in CODES else loads)()
         table = np.ascontiguousarray(lookup_table)
-        results = loaded.execute(variant, *inputs, *(to_buffer(flat(each)) for each in blocks), table, view, *options)
+        results = runtime().execute(
+            variant, *inputs, *(to_buffer(flat(each)) for each in blocks), table, view, *options
+        )
         return tuple(to_numpy(result).copy() for result in results)
 
 
@@ -123,18 +130,32 @@ def graphs() -> Runtime:
 
 
 def _variants() -> list[Variant]:
-    """Return what tests/ops and tests/api execute."""
+    """Return what calls of tests/api execute."""
     copies = [Variant(op, bits, bits) for bits in BITS.values() for op in ("append", "gather")]
     merges = [Variant("merge", DType[dtype], DType[dtype]) for dtype in DTYPES]
     attentions = [Variant("attention", DType[q], DType[kv]) for q, kv in (*PAIRS, NARROWEST)]
     return [*copies, *merges, *attentions]
 
 
+def _graph_variants() -> list[Variant]:
+    """Return what tests/ops execute, and tests/api where the CPU stands in for a GPU."""
+    masked = [Variant("masked_attention", DType[q], DType[kv]) for q, kv in MASKED_PAIRS]
+    latent = [Variant("mla_attention", DType[q], DType[kv]) for q, kv in LATENT_PAIRS]
+    codes = [(DType[q], STORED[kv]) for q, kv in CODE_PAIRS]
+    of_codes = [Variant(op, *codes[i]) for i in (0, 1, -1) for op in ("append", "gather")]
+    of_codes += [*(Variant("attention", *pair) for pair in codes), Variant("masked_attention", *codes[-1])]
+    others = [
+        Variant(op, DType[q], DType[q], DType[o]) for op in ("attention", "masked_attention") for q, o in OTHER_OUTPUTS
+    ]
+    found = [*_variants(), *masked, *latent, *of_codes, *others]
+    return [one for one in found if one.op in ("append", "gather") or one.dtype.name in DTYPES]
+
+
 @cache
 def runtime() -> Runtime:
-    """Graphs of all variants that tests/ops execute: one compile serves them all."""
+    """Graphs of all variants: a compile takes 15 to 25 s before its first graph, so one serves them all."""
     with one_process_at_a_time("variants"):
-        graphs().load(_variants())
+        graphs().load(_graph_variants())
     return graphs()
 
 
@@ -157,28 +178,6 @@ def code_libraries() -> None:
     """Builds those of caches of codes."""
     with one_process_at_a_time("code-libraries"):
         default_runtime().load([Variant("attention", DType[q], STORED[kv]) for q, kv in CODE_PAIRS])
-
-
-@cache
-def codes_runtime() -> Runtime:
-    """The same for caches of codes."""
-    loaded = graphs()
-    pairs = [(DType[q], STORED[kv]) for q, kv in CODE_PAIRS]
-    moves = [Variant(op, *pair) for pair in (pairs[0], pairs[-1]) for op in ("append", "gather")]
-    moves.append(Variant("gather", *pairs[1]))  # the API's, as the first
-    masked = Variant("masked_attention", *pairs[-1])
-    with one_process_at_a_time("codes"):
-        loaded.load([*moves, *(Variant("attention", *pair) for pair in pairs), masked])
-    return loaded
-
-
-@cache
-def masked_runtime() -> Runtime:
-    """The same for masked attention, which few tests need."""
-    loaded = graphs()
-    with one_process_at_a_time("masked-variants"):
-        loaded.load([Variant("masked_attention", DType[q], DType[kv]) for q, kv in MASKED_PAIRS])
-    return loaded
 
 
 def attention(

@@ -9,15 +9,10 @@ from max.dtype import DType
 from paged_kv.options import LatentOptions
 from paged_kv.runtime.session import default_runtime
 from paged_kv.runtime.variants import Variant
-from support.cases import DTYPES
-from support.harness import HOST, NONE, Place, graphs
+from support.harness import HOST, NONE, Place
+from support.harness import LATENT_PAIRS as PAIRS
 from support.op_graphs import one_process_at_a_time
 
-PAIRS = tuple(
-    pair
-    for pair in (("bfloat16", "bfloat16"), ("bfloat16", "float8_e4m3fn"), ("float32", "float32"))
-    if pair[0] in DTYPES
-)
 REL = {"float32": 1e-5, "bfloat16": 1e-2}
 REL_FLOAT8 = 2e-2
 LSE_TOL = 1e-5
@@ -86,12 +81,6 @@ def build(
     q[row_batch < 0] = np.nan
     parts = np.ascontiguousarray(q[..., : widths[0]]), np.ascontiguousarray(q[..., widths[0] :])
     return LatentCase(ckv, kpe, table, np.array(lengths, np.int32), *parts, row_batch, row_lengths)
-
-
-def load_graphs() -> None:
-    """Compiles the graphs of latent attention, once for all workers."""
-    with one_process_at_a_time("latent graphs"):
-        graphs().load(_variants())
 
 
 def load_variants() -> None:

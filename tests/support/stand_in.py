@@ -41,6 +41,7 @@ def stand_in(monkeypatch):
     """The CPU stands in for the GPU wherever only torch tensors come in, and DLPack refuses what some versions of torch
     refuse there: float8, and arrays without an element.
     """
+    harness.runtime()  # all its graphs, in one compile
     exported, received = torch.utils.dlpack.to_dlpack, exchange._received
 
     def device_of(**arrays: object) -> ArrayDevice:

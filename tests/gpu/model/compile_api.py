@@ -1,4 +1,7 @@
-"""Compiles every variant of the API for a GPU that is not there, by MAX's graph compiler, and exports the artefact.
+"""Compiles the variants of the API for a GPU that is not there, by MAX's graph compiler, and exports the artefact.
+
+Those of float32 and bfloat16 queries: float16's are bfloat16's with another type, which compile_hopper_kernel.mojo and
+compile_gpu_kernels.mojo have.
 
     python compile_api.py ARCHITECTURE KERNELS MEF
 
@@ -24,19 +27,19 @@ def main(architecture: str, kernels: str, artefact: str) -> None:
 
     from paged_kv.graphs import ops, trees
     from paged_kv.runtime.variants import Op, Variant
-    from support.dtype_pairs import PAIRS
+    from support.dtype_pairs import GPU_DTYPES, GPU_PAIRS
 
     ops.kernels = lambda: Path(kernels)  # precompiled: each graph would parse the sources again
     gpu = DeviceRef.GPU(0)
     ops_of_attention: tuple[Op, ...] = ("attention", "masked_attention", "mla_attention")
-    variants = [Variant(op, DType[q], DType[kv]) for op in ops_of_attention for q, kv in PAIRS]
+    variants = [Variant(op, DType[q], DType[kv]) for op in ops_of_attention for q, kv in GPU_PAIRS]
     variants += [Variant(op, DType.bfloat16, DType.bfloat16, DType.float32) for op in ops_of_attention]
     for codes in ops.CODES:
-        variants += [Variant(op, q, codes) for op in ("attention", "masked_attention", "append") for q in ops.DTYPES]
+        variants += [Variant(op, q, codes) for op in ("attention", "masked_attention", "append") for q in GPU_DTYPES]
         variants.append(Variant("gather", DType.float32, codes))
     for bits in ops.BITS:
         variants += Variant("append", bits, bits).bundle()
-    variants += [Variant("merge", dtype, dtype) for dtype in ops.DTYPES]
+    variants += [Variant("merge", dtype, dtype) for dtype in GPU_DTYPES]
     module = Module()
     for variant in variants:
         variant.build(module, gpu)

@@ -1,4 +1,4 @@
-"""The step of a Llama, compiled for sm_90a without a GPU: our kernels among MAX's, in one artefact.
+"""The step of a Llama but its matmuls, compiled for sm_90a without a GPU: our kernels among MAX's, in one artefact.
 
 Found here: a step that does not compile for a GPU, one of our kernels that its graph lost or that spills in it.
 """
@@ -18,6 +18,5 @@ def test_the_step_compiles_with_all_its_kernels():
     names = [kernel.name for kernel in kernels]
     for part, least in OURS.items():
         assert sum(part in name for name in names) >= least, (part, names)
-    assert any("matmul" in name for name in names), names  # MAX's, of the linear layers
     for kernel in kernels:
         assert kernel.stack_bytes == 0 or "mojo_ops" not in kernel.name, kernel
