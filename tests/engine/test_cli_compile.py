@@ -7,7 +7,7 @@ from paged_kv.cli import _run
 from paged_kv.runtime.cpu_target import CpuInfo, choose_cpu_target
 
 STEP = ("--dtype", "bfloat16", "--cache-dtype", "int4", "--cache-rotation", "hadamard")
-"""Of no other test: no cache folder has it."""
+"""No other test has this step, so no cache folder does."""
 COMPILING = "compiling the decode step"
 
 
