@@ -20,6 +20,7 @@ from paged_kv.graphs.models import (
     hunyuan,
     internlm3,
     llama,
+    llama4,
     ministral,
     ministral3,
     mistral,
@@ -71,12 +72,14 @@ FAMILIES: dict[str, Family] = {
         ministral.FAMILY,
         ministral3.FAMILY,
         mixtral.FAMILY,
+        llama4.FAMILY,
         granitemoe.FAMILY,
         ernie4_5_moe.FAMILY,
         hunyuan.FAMILY,
         internlm3.FAMILY,
         with_images.MISTRAL3,
         with_images.GEMMA3,
+        with_images.LLAMA4,
     )
 }
 

@@ -26,7 +26,7 @@ from paged_kv.options import (
 
 Activation = Literal["silu", "gelu_tanh"]
 NormPlace = Literal["before", "after", "around", "around (GLM)", "before both"]
-QkNorm = Literal["head", "head, rotated", "all_heads"]
+QkNorm = Literal["head", "head, rotated", "head, rotated, no weights", "all_heads"]
 
 THETA = (1.0 + 1e-6, 1e18)
 _STRETCH = (1e-9, 1e9)
@@ -49,6 +49,18 @@ class LatentSizes:
 
     NORM_EPS: ClassVar[float] = 1e-6
     """The epsilon of the norms of latents, whatever the others have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryGrowth:
+    """A query at position p is multiplied by `1 + beta * ln(1 + floor((p + first) / context))`."""
+
+    beta: float
+    context: int
+    first: int = 0
+    """The number of the first position."""
+    unrotated: bool = False
+    """In layers without a rotation alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +93,8 @@ class DecoderConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: QkNorm | None = None
-    """An RMS norm of q and k: of each head before it is rotated or after it, or of all heads as one vector before."""
+    """An RMS norm of q and k: of each head before it is rotated or after it, or of all heads as one vector before. The
+    one without weights is in layers alone that rotate."""
     norm_place: NormPlace = "before"
     """Norms stand before attention and MLP (on their input), after them (on their output), or around them. Before both:
     one norm's output is the input of both, whose outputs are added together."""
@@ -113,8 +126,8 @@ class DecoderConfig:
     logits_divisor: float = 1.0
     logits_cap: float = 0.0
     """As `attention_cap`, of the logits."""
-    q_growth: tuple[float, int] | None = None
-    """(beta, context): a query at position p is multiplied by `1 + beta * ln(1 + floor(p / context))`."""
+    q_growth: QueryGrowth | None = None
+    """The growth of queries with their position."""
     sinks: bool = False
     """Each head has a score that joins the softmax's denominator alone."""
     latent: LatentSizes | None = None
@@ -236,6 +249,18 @@ def read_windows(fields: Fields, default: Sequence[bool] | None = None) -> tuple
         known = {"full_attention": False, "sliding_attention": True}
         windowed = [Fields(fields.file, {"layer_types": kind}).one_of("layer_types", known) for kind in types]
     return tuple(window if narrow else -1 for narrow in windowed) if any(windowed) else ()
+
+
+def read_rotated(fields: Fields) -> tuple[bool, ...]:
+    """Tell for each layer if it rotates q and k: `no_rope_layers` has 1 for one that does."""
+    layers, said = fields.layers(), fields.get("no_rope_layers")
+    if not said and isinstance(said, list | None):
+        interval = fields.integer("no_rope_layer_interval", default=4)
+        return tuple((index + 1) % interval != 0 for index in range(layers))
+    known = isinstance(said, list) and all(type(each) is int and each in (0, 1) for each in said)
+    if not known or len(said) != layers:
+        raise fields.error("no_rope_layers", f"a list of num_hidden_layers = {layers} numbers 0 and 1 is expected")
+    return tuple(each == 1 for each in said)
 
 
 def read_rope(fields: Fields, head_dim: int, layer_type: str | None = None, theta: float = 10000.0) -> Rope:

@@ -16,7 +16,7 @@ from paged_kv.errors import ContractError
 from paged_kv.graphs import ops as paged
 from paged_kv.graphs.inputs import graph_inputs, input_types
 from paged_kv.graphs.layers import Rotary, StepRows
-from paged_kv.graphs.models.config import DecoderConfig
+from paged_kv.graphs.models.config import DecoderConfig, QueryGrowth
 from paged_kv.graphs.models.experts import chosen_experts
 from paged_kv.graphs.models.latent import latent_attention
 from paged_kv.graphs.models.parameters import Parameters
@@ -158,6 +158,8 @@ def _attention(
             y = by.of_pairs(y) if config.rotates_neighbours else by(y)
         if config.qk_norm == "head, rotated":
             y = parameters.norm(f"{at}.{name}_norm", y)
+        elif config.qk_norm == "head, rotated, no weights" and by is not None:
+            y = parameters.norm(None, y)
         return y if config.cache_rotation is None else paged.hadamard(y)
 
     of_q, q_rotary = rows, rotary
@@ -178,8 +180,8 @@ def _attention(
         k, v = ops.cast(k, cache.dtype), ops.cast(v, cache.dtype)
     paged.append(cache, k, v, rows.batch, rows.slots, layer=layer)
     q = rotated(heads(q, "q"), q_rotary, "q")
-    if config.q_growth is not None:
-        q = _grown(q, of_q.positions, *config.q_growth)
+    if config.q_growth is not None and not (config.q_growth.unrotated and rotary is not None):
+        q = _grown(q, of_q.positions, config.q_growth)
     o = of_q.attend(
         cache,
         q,
@@ -194,10 +196,10 @@ def _attention(
     )[0]
 
 
-def _grown(q: TensorValue, positions: TensorValue, beta: float, context: int) -> TensorValue:
-    """Queries `[T, Hq, D]` times `1 + beta * ln(1 + floor(position / context))`, rounded to their dtype first."""
-    contexts = ops.floor(ops.cast(positions, DType.float32) / float(context))
-    growth = ops.cast(ops.log1p(contexts) * beta + 1.0, q.dtype)
+def _grown(q: TensorValue, positions: TensorValue, by: QueryGrowth) -> TensorValue:
+    """Queries `[T, Hq, D]` times their growth, which is rounded to their dtype first."""
+    contexts = ops.floor((ops.cast(positions, DType.float32) + float(by.first)) / float(by.context))
+    growth = ops.cast(ops.log1p(contexts) * by.beta + 1.0, q.dtype)
     return q * ops.reshape(growth, [q.shape[0], 1, 1])
 
 

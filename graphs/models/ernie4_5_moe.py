@@ -35,11 +35,8 @@ def read(fields: Fields) -> DecoderConfig:
 
 
 def _of_metadata(values: Mapping[str, Any], number: Number) -> dict[str, Any]:
-    shared = number("expert_shared_feed_forward_length", 0.0)
-    return {
-        "use_bias": values["attention_bias"],
-        "moe_num_shared_experts": int(shared / values["moe_intermediate_size"]),
-    }
+    shared, inner = number("expert_shared_feed_forward_length", 0.0), values.get("moe_intermediate_size")
+    return {"use_bias": values["attention_bias"], "moe_num_shared_experts": int(shared / inner) if inner else 0}
 
 
 FAMILY = Family(

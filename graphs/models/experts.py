@@ -22,6 +22,8 @@ def chosen_experts(parameters: Parameters, x: TensorValue, at: str) -> TensorVal
     assert experts is not None
     # The router is float32, whatever the model's dtype.
     (logits,) = parameters.linear(paged.widened(x), f"{at}.{experts.router}")  # [N, E]
+    if experts.scales_input:
+        return _of_scaled_inputs(parameters, x, logits, f"{at}.experts")
     weights, chosen = paged.choose_experts(
         logits,
         experts.chosen,
@@ -33,6 +35,15 @@ def chosen_experts(parameters: Parameters, x: TensorValue, at: str) -> TensorVal
         scale=experts.scale,
     )
     return paged.weighted_sum(_expert_mlps(parameters, x, chosen, f"{at}.experts"), weights)
+
+
+def _of_scaled_inputs(parameters: Parameters, x: TensorValue, logits: TensorValue, at: str) -> TensorValue:
+    experts = parameters.config.experts
+    assert experts is not None
+    scores, chosen = ops.top_k(logits, experts.chosen, axis=-1)
+    scales = ops.cast(ops.sigmoid(scores), x.dtype)
+    scaled = ops.unsqueeze(x, 1) * ops.unsqueeze(scales, 2)  # [N, C, hidden]
+    return ops.squeeze(ops.sum(_expert_mlps(parameters, scaled, ops.cast(chosen, DType.int32), at), axis=1), 1)
 
 
 def _expert_mlps(parameters: Parameters, x: TensorValue, chosen: TensorValue, at: str) -> TensorValue:

@@ -42,6 +42,7 @@ def read(fields: Fields) -> DecoderConfig:
         router="router",
         bias=True,
         units=units,
+        transposed=True,
         alternating=True,
     )
     bias = fields.boolean("attention_bias", default=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paged_kv.graphs.models.config import DecoderConfig, read_config, read_windows
+from paged_kv.graphs.models.config import DecoderConfig, QueryGrowth, read_config, read_windows
 from paged_kv.graphs.models.family import Family, Gguf, Number
 from paged_kv.graphs.models.fields import MAX_SIZE, Fields
 
@@ -16,7 +16,7 @@ def read(fields: Fields) -> DecoderConfig:
     beta = 0.0 if rope is None else rope.number("llama_4_scaling_beta", default=0.0, least=0.0)
     growth = None
     if rope is not None and beta:
-        growth = beta, rope.integer("original_max_position_embeddings", most=MAX_SIZE)
+        growth = QueryGrowth(beta=beta, context=rope.integer("original_max_position_embeddings", most=MAX_SIZE))
     return read_config(fields, windows=read_windows(fields), q_growth=growth)
 
 

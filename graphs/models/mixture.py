@@ -53,8 +53,12 @@ class Experts:
     """The router and the experts have biases."""
     units: ClampedUnits | None = None
     """The experts' gated units, where they are not SiLU's."""
+    scales_input: bool = False
+    """An expert's weight, the sigmoid of its score, multiplies what goes into it instead of what comes out."""
+    transposed: bool = False
+    """In the checkpoint, stacks are `[count, in, out]`."""
     alternating: bool = False
-    """In the checkpoint, gate and up alternate in one stack `[count, in, out]`."""
+    """In the checkpoint, gate and up alternate in one stack."""
     apart: bool = False
     """Gate and up are two stacks, as GGUF files have them; else one, with gate above up."""
 

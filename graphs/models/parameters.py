@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, TensorValue, Weight, ops
 
@@ -13,6 +14,7 @@ from paged_kv.graphs import ops as paged
 from paged_kv.graphs.encodings import row_bytes
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.tensors import expected_tensors, weight_dtype
+from paged_kv.graphs.paged_cache import constant
 from paged_kv.graphs.quantised import QuantisedWeight, quantised_expert_linear, quantised_linear, quantised_rows
 
 
@@ -73,10 +75,16 @@ class Parameters:
         biases = [self.values.get(f"{name}.bias") for name in names]
         return [y if bias is None else y + bias for y, bias in zip(ys, biases, strict=True)]
 
-    def norm(self, name: str, x: TensorValue, eps: float | None = None) -> TensorValue:
-        """The norm of the last axis; with the configuration's `eps` where it is None."""
+    def norm(self, name: str | None, x: TensorValue, eps: float | None = None) -> TensorValue:
+        """The norm of the last axis, without weights where `name` is None; with the configuration's `eps` where that
+        is None.
+        """
         config = self.config
-        weight, eps = self.values[f"{name}.weight"], config.norm_eps if eps is None else eps
+        eps = config.norm_eps if eps is None else eps
+        if name is None:
+            ones = ops.cast(constant(np.ones(int(x.shape[-1]), np.float32), x.device), x.dtype)
+            return paged.rms_norm(x, ones, eps)
+        weight = self.values[f"{name}.weight"]
         if config.layer_norm:
             bias = self.values.get(f"{name}.bias")
             return layer_norm(x, weight, bias, eps)

@@ -148,7 +148,7 @@ def _layer(config: DecoderConfig, has_experts: bool) -> dict[str, Shape]:
         layer[f"mlp.{config.experts.router}.{CHOICE_BIAS}"] = (config.experts.count,)
     if config.sinks:
         layer["self_attn.sinks"] = (config.num_attention_heads,)
-    if config.qk_norm is not None:
+    if config.qk_norm not in (None, "head, rotated, no weights"):
         sizes = (config.head_dim,) * 2 if config.qk_norm != "all_heads" else _queries_and_keys(config)
         layer |= {f"self_attn.{name}_norm.weight": (size,) for name, size in zip("qk", sizes, strict=True)}
     return layer
@@ -238,7 +238,7 @@ def _heads(config: DecoderConfig, at: str) -> dict[str, Assembled]:
 
 def _is_stacked(experts: Experts, at: str, stored: Container[str]) -> bool:
     """Return whether a checkpoint has the experts of a mixture in tensors of all of them."""
-    return experts.alternating or experts.apart or f"{at}.gate_up_proj" in stored
+    return experts.transposed or experts.apart or f"{at}.gate_up_proj" in stored
 
 
 def _stacks(
@@ -254,8 +254,8 @@ def _stacks(
         if encodings.get(f"{name}.weight") == "MXFP4":
             found[f"{name}.weight"] = _of_blocks(name, experts.count, rows, columns, alternates)
         elif _is_stacked(experts, at, stored):
-            shape = (columns, rows) if experts.alternating else (rows, columns)
-            found[f"{name}.weight"] = _of_stack(name, (experts.count, *shape), experts.alternating, alternates)
+            shape = (columns, rows) if experts.transposed else (rows, columns)
+            found[f"{name}.weight"] = _of_stack(name, (experts.count, *shape), experts.transposed, alternates)
         else:
             apart = ("gate", "up") if part == "gate_up" else ("down",)
             found[f"{name}.weight"] = _of_each(at, apart, experts.count, (rows // len(apart), columns))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paged_kv.graphs.models import gemma3, ministral3, mistral
+from paged_kv.graphs.models import gemma3, llama4, ministral3, mistral
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.family import Family
 from paged_kv.graphs.models.fields import Fields
@@ -21,7 +21,8 @@ _GEMMA3_4B = {
 }
 """The values that transformers has for missing keys; published files leave these out."""
 _TEXT = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head."}
-_IMAGES = tuple(f"{at}{part}." for at in ("", "model.") for part in ("vision_tower", "multi_modal_projector"))
+_PARTS = ("vision_tower", "vision_model", "multi_modal_projector")
+_IMAGES = tuple(f"{at}{part}." for at in ("", "model.") for part in _PARTS)
 
 
 def _read(fields: Fields, families: tuple[Family, ...], **defaults: object) -> DecoderConfig:
@@ -42,6 +43,10 @@ def _gemma3(fields: Fields) -> DecoderConfig:
     return _read(fields, (gemma3.FAMILY,), **_GEMMA3_4B)
 
 
+def _llama4(fields: Fields) -> DecoderConfig:
+    return _read(fields, (llama4.FAMILY,))
+
+
 MISTRAL3 = Family(
     architecture="Mistral3ForConditionalGeneration",
     model_type="mistral3",
@@ -55,6 +60,14 @@ GEMMA3 = Family(
     model_type="gemma3",
     read=_gemma3,
     renames=_TEXT,
+    unread=_IMAGES,
+    engine_only=True,
+)
+LLAMA4 = Family(
+    architecture="Llama4ForConditionalGeneration",
+    model_type="llama4",
+    read=_llama4,
+    renames={**_TEXT, **llama4.FAMILY.renames},
     unread=_IMAGES,
     engine_only=True,
 )

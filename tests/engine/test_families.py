@@ -52,6 +52,31 @@ def test_a_window_of_mistral_is_there_unless_it_is_null(tmp_path):
     assert read_config(tmp_path / "null", **mistral, sliding_window=None).windows == ()
 
 
+LLAMA4 = {"architectures": ["Llama4ForCausalLM"], "intermediate_size_mlp": 96}
+
+
+def test_a_text_of_llama4_ends_with_its_first_chunk(tmp_path):
+    """Past it transformers masks what a window does not."""
+    said = LLAMA4 | {"max_position_embeddings": 100_000}
+    assert read_config(tmp_path / "default", **said).max_position_embeddings == 8192
+    assert read_config(tmp_path / "said", **said, attention_chunk_size=64).max_position_embeddings == 64
+    everywhere = {"layer_types": ["full_attention"] * CONFIG["num_hidden_layers"]}
+    assert read_config(tmp_path / "all", **said, **everywhere).max_position_embeddings == 100_000
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"moe_layers": [2]}, r"moe_layers = \[2\]: a list of layers below num_hidden_layers = 2"),
+        ({"layer_types": ["chunked_attention"]}, "layer_types = .*: a list of num_hidden_layers = 2"),
+        ({"layer_types": ["sliding_attention"] * 2}, 'layer_types = "sliding_attention": only "full_attention" and'),
+    ],
+)
+def test_what_llama4_does_not_compute_is_refused(tmp_path, said, message):
+    with pytest.raises(CheckpointError, match=message):
+        read_config(tmp_path, **LLAMA4, **said)
+
+
 @pytest.mark.parametrize(
     ("said", "message"),
     [

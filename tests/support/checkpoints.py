@@ -109,7 +109,8 @@ def make_checkpoint(
     """
     values = {key: value for key, value in CONFIG.items() if key not in ("architectures", "model_type")}
     tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    config_class = getattr(transformers, {"Gemma3": "Gemma3TextConfig"}.get(family, f"{family}Config"))
+    of_text = "Text" if family in ("Gemma3", "Llama4") else ""
+    config_class = getattr(transformers, f"{family}{of_text}Config")
     config = config_class(**(values | tokens | overrides))
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(seed)

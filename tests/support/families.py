@@ -118,6 +118,20 @@ CASES = {
         },
     ),
     "mixtral": ("Mixtral", EXPERTS | {"num_local_experts": 16, "sliding_window": 19}),
+    "llama4": (
+        "Llama4",
+        EXPERTS
+        | {
+            "num_hidden_layers": 3,
+            "num_local_experts": 16,
+            "intermediate_size_mlp": 96,
+            "moe_layers": [0, 1],
+            "no_rope_layers": [1, 0, 1],
+            "attn_scale": 0.5,
+            "floor_scale": 40,
+            "attention_bias": True,
+        },
+    ),
     "granitemoe": (
         "GraniteMoe",
         {

@@ -51,6 +51,12 @@ MODELS = {
         transformers.MixtralConfig,
         {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 256},
     ),
+    "llama4": (
+        transformers.Llama4TextConfig,
+        {"head_dim": 32, "num_hidden_layers": 4, "num_local_experts": 6, "num_experts_per_tok": 2,
+         "intermediate_size": 256, "intermediate_size_mlp": 512, "interleave_moe_layer_step": 2,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    ),
     "granitemoe": (
         transformers.GraniteMoeConfig,
         {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 256, "attention_multiplier": 0.1,
@@ -117,6 +123,8 @@ RENAMED = {
     "block_sparse_moe": "mlp",
     "query_layernorm": "q_norm",
     "key_layernorm": "k_norm",
+    "feed_forward.": "mlp.",
+    "shared_expert.": "shared_experts.",
 }
 """Parts of names in transformers, and those of a step."""
 GEMMAS = ("gemma2", "gemma3")
@@ -131,6 +139,7 @@ ARCHITECTURES = {
     "glm4_moe": "glm4moe",
     "ernie4_5_moe": "ernie4_5-moe",
     "ministral3": "mistral3",
+    "llama4_text": "llama4",
 }
 
 _KEYS = {
@@ -213,8 +222,12 @@ def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors
     values = {}
     for key, name in _KEYS.items():
         value = getattr(config, name, None)
-        if value is None and name == "moe_intermediate_size" and architecture == "gpt-oss":
+        if value is None and name == "moe_intermediate_size" and architecture in ("gpt-oss", "llama4"):
             value = config.intermediate_size
+        if name == "intermediate_size":
+            value = getattr(config, "intermediate_size_mlp", value)
+        if key == "interleave_moe_layer_step":
+            value = getattr(config, key, value)
         if key == "logit_scale":
             value = getattr(config, key, value)
         if key == "attention.layer_norm_epsilon":
@@ -293,7 +306,8 @@ def hugging_face_weights(model):
     and of down.
     """
     found = {}
-    alternates = model.config.model_type == "gpt_oss"
+    kind_of_model = model.config.model_type
+    alternates, transposed = kind_of_model == "gpt_oss", kind_of_model in ("gpt_oss", "llama4_text")
     for name, weight in [*model.named_parameters(), *_choice_biases(model).items()]:
         for theirs, ours in RENAMED.items():
             name = name.replace(theirs, ours)
@@ -305,7 +319,7 @@ def hugging_face_weights(model):
         elif ".experts." not in name:
             found[name] = weight
         else:
-            rows = weight.transpose(1, 2) if alternates and kind == "weight" else weight
+            rows = weight.transpose(1, 2) if transposed and kind == "weight" else weight
             if stem.endswith("down_proj"):
                 found[f"{stem}.{kind}"] = rows
                 continue

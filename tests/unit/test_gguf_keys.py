@@ -63,6 +63,7 @@ NOT_NEUTRAL = {
         "expert_gating_func",
     },
     "ernie4_5-moe": {"leading_dense_block_count"},
+    "llama4": {"expert_gating_func"},
     "olmoe": {"expert_weights_norm", "feed_forward_length"},
 }
 LAYER_NORMS = {"attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"}

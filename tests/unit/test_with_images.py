@@ -20,7 +20,11 @@ VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
-WRAPPERS = {"Mistral3": ("ministral3", "pixtral"), "Gemma3": ("gemma3", "siglip_vision_model")}
+WRAPPERS = {
+    "Mistral3": ("ministral3", "pixtral"),
+    "Gemma3": ("gemma3", "siglip_vision_model"),
+    "Llama4": ("llama4", "llama4_vision_model"),
+}
 """The text's case and the kind of the images' model of each."""
 
 
@@ -35,8 +39,11 @@ def saved(folder, wrapper):
         tie_word_embeddings=text.config.tie_word_embeddings,
     )
     whole = getattr(transformers, f"{wrapper}ForConditionalGeneration")(config)
-    whole.model.language_model.load_state_dict(text.model.state_dict())
-    whole.lm_head.load_state_dict(text.lm_head.state_dict())
+    if hasattr(whole, "language_model"):  # Llama 4's, which has a head
+        whole.language_model.load_state_dict(text.state_dict())
+    else:
+        whole.model.language_model.load_state_dict(text.model.state_dict())
+        whole.lm_head.load_state_dict(text.lm_head.state_dict())
     whole.save_pretrained(folder / "whole")
     shutil.copy(folder / "text" / "tokenizer.json", folder / "whole")
     return folder / "whole", folder / "text", dict(text.state_dict())
