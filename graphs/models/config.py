@@ -92,6 +92,8 @@ class DecoderConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    head_bias: bool = False
+    """The layer that makes the logits has a bias."""
     qk_norm: QkNorm | None = None
     """An RMS norm of q and k: of each head before it is rotated or after it, or of all heads as one vector before. The
     one without weights is in layers alone that rotate."""

@@ -24,6 +24,9 @@ def chosen_experts(parameters: Parameters, x: TensorValue, at: str) -> TensorVal
     (logits,) = parameters.linear(paged.widened(x), f"{at}.{experts.router}")  # [N, E]
     if experts.scales_input:
         return _of_scaled_inputs(parameters, x, logits, f"{at}.experts")
+    if experts.jitter is not None:
+        weights, chosen = _sparse_mixture(logits, experts.jitter)
+        return paged.weighted_sum(_expert_mlps(parameters, x, chosen, f"{at}.experts"), weights)
     weights, chosen = paged.choose_experts(
         logits,
         experts.chosen,
@@ -35,6 +38,20 @@ def chosen_experts(parameters: Parameters, x: TensorValue, at: str) -> TensorVal
         scale=experts.scale,
     )
     return paged.weighted_sum(_expert_mlps(parameters, x, chosen, f"{at}.experts"), weights)
+
+
+def _sparse_mixture(scores: TensorValue, jitter: float) -> tuple[TensorValue, TensorValue]:
+    """Two experts of each row of `scores` `[N, E]`, as `Experts.jitter` says: weights and experts, `[N, 2]` each."""
+    _, chosen = paged.choose_experts(scores, 2)
+    zero, none = (constant(np.array([value], np.float32), scores.device) for value in (0, -np.inf))
+    every = constant(np.arange(int(scores.shape[1]), dtype=np.int32), scores.device)
+    weights, left = [], scores
+    for _ in range(2):
+        greatest = ops.max(left, axis=-1)
+        is_far = (greatest - scores) / ops.max(ops.abs(scores), greatest) > 2 * jitter
+        weights.append(1.0 / ops.sum(ops.where(is_far, zero, ops.exp(left - greatest)), axis=-1))
+        left = ops.where(ops.equal(chosen[:, :1], every), none, scores)
+    return ops.concat(weights, axis=-1), chosen
 
 
 def _of_scaled_inputs(parameters: Parameters, x: TensorValue, logits: TensorValue, at: str) -> TensorValue:

@@ -53,6 +53,9 @@ class Experts:
     """The router and the experts have biases."""
     units: ClampedUnits | None = None
     """The experts' gated units, where they are not SiLU's."""
+    jitter: float | None = None
+    """Two experts are chosen, one after the other: the greatest of the scores s that are left. Its weight is a softmax
+    over those near to it, `(greatest - s) / max(|s|, greatest) <= 2 jitter` (SparseMixer, arXiv:2409.12136)."""
     scales_input: bool = False
     """An expert's weight, the sigmoid of its score, multiplies what goes into it instead of what comes out."""
     transposed: bool = False

@@ -92,6 +92,8 @@ def expected_tensors(config: DecoderConfig) -> dict[str, Shape]:
     tensors |= _norm(config, "model.norm")
     if not config.tie_word_embeddings:
         tensors["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+    if config.head_bias:
+        tensors["lm_head.bias"] = (config.vocab_size,)
     return tensors
 
 

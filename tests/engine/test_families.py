@@ -80,6 +80,21 @@ def test_what_llama4_does_not_compute_is_refused(tmp_path, said, message):
 @pytest.mark.parametrize(
     ("said", "message"),
     [
+        ({"num_experts_per_tok": 3}, "num_experts_per_tok = 3: only 2 is supported"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_mscale": 1.2, "long_mscale": 1.3}},
+            r"rope_scaling\.long_mscale = 1\.3: only that of short texts, short_mscale = 1\.2, is supported",
+        ),
+    ],
+)
+def test_what_phimoe_does_not_compute_is_refused(tmp_path, said, message):
+    with pytest.raises(CheckpointError, match=message):
+        read_config(tmp_path, architectures=["PhiMoEForCausalLM"], **said)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0: is not supported"),
         ({"layer_types": ["full_attention"]}, "layer_types = .*: a list of num_hidden_layers = 2"),
         ({"layer_types": ["full_attention", "mamba"]}, 'layer_types = "mamba": only "full_attention" and'),

@@ -132,6 +132,17 @@ CASES = {
             "attention_bias": True,
         },
     ),
+    "phimoe": (
+        "Phimoe",
+        {
+            "num_local_experts": 16,
+            "intermediate_size": 24,
+            "router_jitter_noise": 0.2,  # three scores or so are near the greatest
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "rope_parameters": LONGROPE | {"partial_rotary_factor": 1.0, "short_mscale": 1.3, "long_mscale": 1.3},
+        },
+    ),
     "granitemoe": (
         "GraniteMoe",
         {

@@ -1,0 +1,69 @@
+"""Phi-3.5-MoE: LayerNorms, biases everywhere, and two experts a token whose weights do not add up to 1."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from paged_kv.graphs.models.config import DecoderConfig, read_config, read_rope, read_windows
+from paged_kv.graphs.models.family import Family
+from paged_kv.graphs.models.fields import Fields
+from paged_kv.graphs.models.mixture import read_experts
+
+
+def read(fields: Fields) -> DecoderConfig:
+    fields = fields.with_defaults(num_local_experts=16, num_experts_per_tok=2)
+    if fields.integer("num_experts_per_tok") != 2:
+        raise fields.error("num_experts_per_tok", "only 2 is supported")
+    experts = read_experts(
+        fields,
+        [True] * fields.layers(),
+        count_keys=("num_local_experts",),
+        inner_key="intermediate_size",
+        jitter=fields.number("router_jitter_noise", default=0.01, least=0.0),
+    )
+    bias = fields.boolean("attention_bias")
+    return read_config(
+        fields,
+        rope=read_rope(_sharpened(fields), _head_dim(fields), theta=1e6),
+        windows=read_windows(fields),
+        layer_norm=True,
+        norm_bias=True,
+        qkv_bias=bias,
+        o_bias=bias,
+        head_bias=fields.boolean("lm_head_bias"),
+        experts=experts,
+    )
+
+
+def _head_dim(fields: Fields) -> int:
+    return fields.integer("head_dim", default=fields.integer("hidden_size") // fields.integer("num_attention_heads"))
+
+
+def _sharpened(fields: Fields) -> Fields:
+    """The fields with the rotation's sharpening under its usual key: here short and long texts have one each."""
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = fields.section(key)
+        if rope is None or rope.get("short_mscale") is None:
+            continue
+        short, long = (rope.number(f"{name}_mscale") for name in ("short", "long"))
+        if short != long:
+            raise rope.error("long_mscale", f"only that of short texts, short_mscale = {short:g}, is supported")
+        return Fields(fields.file, {**fields.values, key: {**rope.values, "attention_factor": short}}, fields.prefix)
+    return fields
+
+
+FAMILY = Family(
+    architecture="PhiMoEForCausalLM",
+    model_type="phimoe",
+    read=read,
+    renames={
+        "block_sparse_moe.gate.": "mlp.gate.",
+        "block_sparse_moe.": "mlp.",
+        ".w1.": ".gate_proj.",
+        ".w2.": ".down_proj.",
+        ".w3.": ".up_proj.",
+    },
+    engine_only=True,
+)
+SAVED_BY_TRANSFORMERS = replace(FAMILY, architecture="PhimoeForCausalLM")
+"""The same by transformers' name for it."""
