@@ -34,6 +34,8 @@ def make(kind, rows=N, inputs=K, seed=0):
         return make_float4(method, options, random, rows, inputs)
     if method in ("fp8", "modelopt") or "float" in options:
         return make_float8(method, options, random, rows, inputs)
+    if method == "hqq":
+        return make_hqq(int(bits), options, random, rows, inputs)
     if method == "bitsandbytes":
         return (make_int8 if bits == "8" else make_four_bits)(options, random, rows, inputs)
     bits, half = int(bits), 1 << (int(bits) - 1)
@@ -130,6 +132,25 @@ def make_float4(method, options, random, rows, inputs):
     said = {"format": f"{options[0]}-pack-quantized", "config_groups": {"group_0": {"weights": weights}}}
     said = {"quant_algo": "NVFP4"} if method == "modelopt" else said
     return tensors, values * np.repeat(scales, group, axis=1), {"quant_method": method, **said}
+
+
+def make_hqq(bits, options, random, rows, inputs):
+    """Groups of 16 or 32 along rows, or (`columns`) of weights far from each other; zeros are no integers."""
+    group, axis = 32 if "wide" in options else GROUP, int("columns" not in options)
+    shape = (rows * inputs // group, group) if axis else (group, rows * inputs // group)
+    codes, numbers = random.integers(0, 1 << bits, shape), (shape[0], 1) if axis else (1, shape[1])
+    scales = random.uniform(0.01, 0.1, numbers).astype(np.float16)
+    zeros = random.uniform(0, 1 << bits, numbers).astype(np.float16)
+    parts, size = (10, 30) if bits == 3 else (8 // bits, 8)
+    filled = np.concatenate([codes, np.zeros((-len(codes) % parts, shape[1]), np.int64)]).reshape(parts, -1, shape[1])
+    packed = sum(part << size - bits * (index + 1) for index, part in enumerate(filled))
+    tensors = {"W_q": packed.astype(np.int32 if bits == 3 else np.uint8), "scale": scales, "zero": zeros}
+    tensors |= {"nbits": np.int32(bits), "group_size": np.int32(group), "axis": np.int32(axis)}
+    tensors |= {"shape": np.array([rows, inputs]), "packing": np.zeros(9, np.uint8), "optimize": np.uint8(1)}
+    weights = {"nbits": bits, "group_size": group, "axis": axis, "channel_wise": True, "view_as_float": False}
+    said = {"quant_config": {"weight_quant_params": weights, "scale_quant_params": None, "zero_quant_params": None}}
+    weight = ((codes - zeros.astype(np.float64)) * scales.astype(np.float64)).reshape(rows, inputs)
+    return tensors, weight, {"quant_method": "hqq", **said}
 
 
 def make_four_bits(options, random, rows, inputs):

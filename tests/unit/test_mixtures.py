@@ -80,6 +80,7 @@ def test_gpt_oss_file(tmp_path):
         router="router",
         bias=True,
         units=ClampedUnits(alpha=1.702, limit=7.0),
+        transposed=True,
         alternating=True,
     )
     assert dict(config.encodings) == {
@@ -124,9 +125,9 @@ def test_the_number_of_experts_as_transformers_writes_it(tmp_path):
         (QWEN, {"mlp_only_layers": [48]}, r"mlp_only_layers = \[48\]: a list of layers from 0 to 47 is expected"),
         (QWEN, {"mlp_only_layers": 1}, "mlp_only_layers = 1: a list of layers"),
         (QWEN, {"hidden_act": "gelu"}, 'hidden_act = "gelu": only "silu" is supported'),
-        (QWEN, {"quantization_config": {"quant_method": "hqq"}}, 'quantization_config = .*"hqq".*: quantized'),
+        (QWEN, {"quantization_config": {"quant_method": "quanto"}}, 'quantization_config = .*"quanto".*: quantized'),
         (QWEN, {"quantization_config": {"quant_method": "mxfp4"}}, 'quantization_config = .*"mxfp4".*: quantized'),
-        (GPT, {"quantization_config": {"quant_method": "hqq"}}, 'quantization_config = .*"hqq".*: quantized'),
+        (GPT, {"quantization_config": {"quant_method": "quanto"}}, 'quantization_config = .*"quanto".*: quantized'),
         (GPT, {"quantization_config": {}}, "quantization_config = {}: quantized"),
         (GPT, {"hidden_size": 2896}, "hidden_size = 2896: no multiple of 32, the values of an MXFP4 block"),
         (GPT, {"intermediate_size": 2864}, "intermediate_size = 2864: no multiple of 32"),

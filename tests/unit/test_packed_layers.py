@@ -32,7 +32,7 @@ OTHERS = [
     "fp8 8 blocks", "fp8 8", "compressed-tensors 8 float blocks", "compressed-tensors 8 float rows",
     "compressed-tensors 8 float", "modelopt 8", "compressed-tensors 4 nvfp4", "modelopt 4 nvfp4",
     "bitsandbytes 4 nf4 nested", "bitsandbytes 4 nf4", "bitsandbytes 4 fp4",
-    "bitsandbytes 8",
+    "hqq 4 columns", "hqq 3", "hqq 2", "hqq 1", "hqq 8", "bitsandbytes 8",
 ]  # fmt: skip
 """Those that are no integers with groups."""
 
@@ -70,6 +70,10 @@ def test_other_layers_are_dequantised(kind, shape):
         with pytest.raises(ValueError, match="30 inputs are no multiple of groups of 16"):
             packing_of(make(kind)[2]).tensors(*shape)
         return
+    if kind.startswith("hqq") and shape == (9, 30):
+        with pytest.raises(ValueError, match="9 x 30 weights are no multiple of groups of 16"):
+            packing_of(make(kind)[2]).tensors(*shape)
+        return
     tensors, weight, said = make(kind, *shape)
     packing = packing_of(said)
     assert {name for name, (*_, required) in packing.tensors(*shape).items() if required} <= set(tensors)
@@ -84,6 +88,15 @@ def test_rows_of_int8_become_blocks():
     tensors, weight, said = make("bitsandbytes 8", 24, 64)
     blocks = packing_of(said).unpack(24, 64, tensors.get).blocks("Q8_0")
     np.testing.assert_allclose(dequantise(blocks, "Q8_0"), weight, rtol=5e-4)
+
+
+def test_hqq_of_4_bits_becomes_blocks():
+    """Scales and what zeros take away are rounded to float16."""
+    tensors, weight, said = make("hqq 4 wide", 24, 64)
+    packing = packing_of(said)
+    assert (packing.encoding(64), packing.encoding(48)) == ("Q4_1", None)
+    blocks = packing.unpack(24, 64, tensors.get).blocks("Q4_1")
+    np.testing.assert_allclose(dequantise(blocks, "Q4_1"), weight, rtol=5e-4, atol=8e-4)
 
 
 @pytest.mark.parametrize("kind", IN_BLOCKS)
@@ -256,6 +269,12 @@ FAULTS = {
         lambda t: t.pop(f"{LAYER}.weight_scale_2"),
         r"tensor \S+k_proj\.weight_scale_2 is missing",
     ),
+    "HQQ's number": (
+        "hqq 3",
+        change("nbits", lambda v: v + 1),
+        r"layer \S+k_proj: nbits is 4, the configuration says 3",
+    ),
+    "HQQ's zero": ("hqq 2", change("zero", lambda v: v / 0), r"layer \S+k_proj: a scale or a zero is not finite"),
     "state": (
         "bitsandbytes 4 nf4 nested",
         change("weight.quant_state.bitsandbytes__nf4", lambda v: v[:-1].clone()),
@@ -299,11 +318,15 @@ def compressed(**weights):
     return said
 
 
+def hqq(**weights):
+    return {"quant_method": "hqq", "quant_config": {"weight_quant_params": weights}}
+
+
 @pytest.mark.parametrize(
     ("said", "message"),
     [
         (
-            {"quant_method": "hqq"},
+            {"quant_method": "quanto"},
             "quantization_config = .*: quantized .* not supported, but for",
         ),
         ({"quant_method": ["fp8"]}, "quantization_config = .*: quantized .* not supported, but for"),
@@ -318,6 +341,11 @@ def compressed(**weights):
         (make("awq 4")[2] | {"version": "gemv"}, r'version = "gemv": only "gemm"'),
         (make("awq 4")[2] | {"bits": 8}, r"bits = 8: only 4"),
         (make("awq 4")[2] | {"zero_point": False}, "zero_point = false: layers without zeros"),
+        ({"quant_method": "hqq", "quant_config": {"self_attn.q_proj": {}}}, "weight_quant_params of all layers"),
+        (hqq(nbits=6), "nbits = 6: only 1, 2, 3, 4 and 8"),
+        (hqq(group_size=None), "group_size = null: one group for a row"),
+        (hqq(channel_wise=False), "channel_wise = false: one scale for a layer"),
+        (hqq(view_as_float=True), "view_as_float = true: is not supported"),
         (compressed() | {"format": "marlin-24"}, 'format = "marlin-24"'),
         (compressed() | {"format": "nvfp4-pack-quantized"}, r'weights\.type = "int": only "float"'),
         (compressed(type="float") | {"format": "mxfp4-pack-quantized"}, r"group_size = 16: only 32 is supported"),

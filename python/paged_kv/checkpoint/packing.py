@@ -2,7 +2,7 @@
 
 `quantization_config` names the method. A layer is quantised where the tensors of its method are there, whatever lists
 of layers the configuration has. Integers with groups are in integer_layers.py, float8 in float8_layers.py,
-float4 in float4_layers.py, bitsandbytes' codes in bitsandbytes_layers.py.
+float4 in float4_layers.py, bitsandbytes' codes in bitsandbytes_layers.py, HQQ's in hqq_layers.py.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from paged_kv.checkpoint.bitsandbytes_layers import bitsandbytes
 from paged_kv.checkpoint.float4_layers import compressed_float4, modelopt
 from paged_kv.checkpoint.float8_layers import compressed_float8, float8
+from paged_kv.checkpoint.hqq_layers import hqq
 from paged_kv.checkpoint.integer_layers import Array, Part, awq, compressed_integers, gptq
 from paged_kv.errors import CheckpointError
 from paged_kv.graphs.encodings import Encoding
@@ -84,6 +85,7 @@ def read_packing(fields: Fields) -> Packing | None:
         "fp8": float8,
         "modelopt": modelopt,
         "bitsandbytes": bitsandbytes,
+        "hqq": hqq,
     }
     method = said.get("quant_method")
     if method == "mxfp4":  # of experts alone: the family's file says whether it has them
