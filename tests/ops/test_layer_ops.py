@@ -1,5 +1,7 @@
 """The ops over rows of activations against NumPy float64: norms, rotation, tables, sums, gated units, chosen rows."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from max.dtype import DType
@@ -25,10 +27,7 @@ SIZES = [(1, 1), (1, 8), (3, 17), (7, 64), (307, 200)]
 
 @op_graphs.add
 def build(module):
-    def add(title, make, *types):
-        with Graph(title, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
-            outputs = make(*(value.tensor for value in graph.inputs))
-            graph.output(*(outputs if isinstance(outputs, tuple) else (outputs,)))
+    add = partial(op_graphs.graph_of, module)
 
     def kind(dtype, *shape):
         return TensorType(DType[dtype], shape, CPU)

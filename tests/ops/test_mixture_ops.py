@@ -1,5 +1,7 @@
 """The ops of a mixture of experts beside its products, against NumPy float64: choices, gated units, weighted sums."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from max.dtype import DType
@@ -27,10 +29,7 @@ INNER = 37
 
 @op_graphs.add
 def build(module):
-    def add(title, make, *types):
-        with Graph(title, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
-            outputs = make(*(value.tensor for value in graph.inputs))
-            graph.output(*(outputs if isinstance(outputs, tuple) else (outputs,)))
+    add = partial(op_graphs.graph_of, module)
 
     def kind(dtype, *shape):
         return TensorType(DType[dtype], shape, CPU)

@@ -20,7 +20,10 @@ _LIBC = ctypes.CDLL(None)
 
 
 def end_with_parent() -> None:
-    """For `preexec_fn`: a process that outlives a test run that was ended would keep its memory and its port."""
+    """For `preexec_fn`: a process that outlives a test run that was ended would keep its memory and its port. Nor does
+    it ignore SIGINT, as a run in the background of a shell does.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if hasattr(_LIBC, "prctl"):  # Linux
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 

@@ -15,7 +15,7 @@ from functools import cache
 
 from max.driver import get_virtual_cpu_target
 from max.engine import Model
-from max.graph import Module
+from max.graph import Graph, Module, TensorType
 
 from paged_kv.graphs import ops
 from paged_kv.runtime.cache_folder import cache_folder
@@ -30,6 +30,13 @@ def add(build: Build) -> Build:
     """Registers a function that adds graphs to a module; their names differ from those of other test modules."""
     _builders.append(build)
     return build
+
+
+def graph_of(module: Module, title: str, make: Callable[..., object], *types: TensorType) -> None:
+    """Adds a graph whose outputs are what `make` returns for its inputs: a tensor, or a tuple of them."""
+    with Graph(title, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
+        outputs = make(*(value.tensor for value in graph.inputs))
+        graph.output(*(outputs if isinstance(outputs, tuple) else (outputs,)))
 
 
 @cache
