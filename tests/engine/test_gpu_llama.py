@@ -1,6 +1,6 @@
 """The Llama step as a graph for a GPU, built without one: every value there, and MAX's matmul for the linear layers.
 
-tests/gpu/model/test_llama_step.py compiles it.
+benchmarks/gpu_bundle compiles it without one.
 """
 
 import pytest

@@ -90,5 +90,3 @@ def compile_graphs(program: str) -> tuple[str, list[Kernel]]:
 
 api = Job(lambda: compile_graphs("compile_api.py"), is_long=True)
 """All kernels of the API as MAX compiles them for sm_90a."""
-step = Job(lambda: compile_graphs("compile_step.py"), is_long=True)
-"""All kernels of a Llama step."""
