@@ -14,7 +14,7 @@ from support.isa import CPU_TARGETS, ISA_PATHS, can_run, run_tests, walked_by_de
 
 PATHS = [path for path in ISA_PATHS if can_run(path) and path != walked_by_default(CpuInfo.read())]
 RUNS = {
-    f"{path}-{dtype}": Job(partial(run_tests, path, f"--q-dtype={dtype}", *tests))
+    f"{path}-{dtype}": Job(partial(run_tests, path, f"--q-dtype={dtype}", *tests), is_long=True)
     for path in PATHS
     for dtype, tests in ISA_PATHS[path].items()
 }
