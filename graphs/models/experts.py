@@ -16,7 +16,8 @@ from paged_kv.graphs.paged_cache import constant
 def chosen_experts(parameters: Parameters, x: TensorValue, at: str) -> TensorValue:
     """The weighted sum of what the experts that each row of `x` `[N, hidden]` chooses make of it: `[N, hidden]`.
 
-    `at` names the mixture. Of equal scores the expert of the lowest index is chosen first. Weights and sum are float32.
+    `at` names the mixture. Of equal scores the expert of the lowest index is chosen first, but where scores scale the
+    input (MAX's top_k chooses there). Weights and sum are float32.
     """
     experts = parameters.config.experts
     assert experts is not None

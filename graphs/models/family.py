@@ -141,4 +141,5 @@ class Family:
     unread: tuple[str, ...] = ()
     """Beginnings of the names of tensors that text does not need."""
     engine_only: bool = False
-    """MAX Serve does not run it: its pages hold latents, or MAX has the model with its images."""
+    """MAX Serve does not run it: its pages hold latents, MAX has the model with its images, its texts end before the
+    context that config.json says (Llama 4), or it was not tried there (Phi-3.5-MoE)."""

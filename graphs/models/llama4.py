@@ -105,4 +105,5 @@ FAMILY = Family(
         # Sigmoids; and llama.cpp takes any other window for 8,192.
         neutral={"expert_gating_func": (0, 2), "attention.sliding_window": (0, 8192)},
     ),
+    engine_only=True,
 )

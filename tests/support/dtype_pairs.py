@@ -6,7 +6,7 @@ PAIRS = [(q.name, kv.name) for q in DTYPES for kv in KV_DTYPES if kv == q or kv.
 """Dtypes of q and of the cache, as the API takes them."""
 GPU_DTYPES = [dtype for dtype in DTYPES if dtype.name != "float16"]
 GPU_PAIRS = [(q, kv) for q, kv in PAIRS if q != "float16"]
-"""Those of the calls that are compiled for a GPU that is not there."""
+"""The pairs of which calls are compiled for a GPU that is not there."""
 
 LINEAR_PAIRS: tuple[tuple[str, str], ...] = (
     ("float32", "float32"),

@@ -120,7 +120,8 @@ def make_float4(method, options, random, rows, inputs):
         powers = random.integers(118, 126, (rows, inputs // group)).astype(np.uint8)
         scales, tensors = 2.0 ** (powers.astype(np.float64) - 127), {"weight_packed": packed, "weight_scale": powers}
     else:
-        stored = random.uniform(1, 448, (rows, inputs // group)).astype(ml_dtypes.float8_e4m3fn)
+        signs = random.choice([-1, 1], (rows, inputs // group))
+        stored = (signs * random.uniform(1, 448, signs.shape)).astype(ml_dtypes.float8_e4m3fn)
         whole = np.float32(2.0**-13)
         scales, tensors = stored.astype(np.float64) * whole, {"weight_scale": stored}
         if method == "modelopt":

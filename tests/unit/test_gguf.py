@@ -170,7 +170,7 @@ def test_numbers_beside_blocks_of_nvfp4(tmp_path):
         expected = factor * gguf.quants.dequantize(stored, gguf.GGMLQuantizationType.NVFP4)
         blocks = to_numpy(loaded[f"model.layers.{layer}.mlp.up_proj.weight"])
         np.testing.assert_array_equal(dequantise(blocks, "NVFP4"), expected)
-    for wrong in ([1.0, 2.0], [np.inf]):
+    for wrong in ([1.0, 2.0], [np.inf], [1e38]):
         file = write(tmp_path / "wrong.gguf", encoding_of=lambda _: "NVFP4", more_tensors={"blk.0.ffn_up.scale": wrong})
         checkpoint = open_gguf(file)
         refused(checkpoint.load, checkpoint.config, DType.float32, match=r"blk\.0\.ffn_up\.(scale has|weight: a scale)")

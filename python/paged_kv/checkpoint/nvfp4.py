@@ -22,7 +22,9 @@ def with_number(blocks: npt.NDArray[np.uint8], number: npt.NDArray[np.float32]) 
         ValueError: a scale is not finite.
     """
     parts = blocks.reshape(*blocks.shape[:-1], -1, GGUF_BYTES)
-    if not np.isfinite(number).all() or ((parts[..., :4] & 0x7F) == NAN).any():
+    with np.errstate(all="ignore"):
+        largest = number * np.float32(448)  # the largest scale
+    if not np.isfinite(largest).all() or ((parts[..., :4] & 0x7F) == NAN).any():
         raise ValueError("a scale is not finite")
     result = np.empty((*parts.shape[:-1], 4 + GGUF_BYTES), np.uint8)
     stored = np.ascontiguousarray(number, np.float32)[..., None].view(np.uint8)
@@ -33,15 +35,12 @@ def with_number(blocks: npt.NDArray[np.uint8], number: npt.NDArray[np.float32]) 
 
 def blocks_of(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     """Codes `[N, G, 8]`, each byte of which holds two values that follow one another, the first in its low bits, and
-    their scales `[N, G]` as GGUF's blocks `[N, 36 (G / 4)]`: values `i` and `i + 8` share a byte there.
-
-    Raises:
-        ValueError: a scale is negative, which GGUF's have no bit for.
+    their scales `[N, G]` as blocks `[N, 36 (G / 4)]` of GGUF: values `i` and `i + 8` share a byte. Its scales have
+    no sign: that of a negative one goes into its values.
     """
-    if (scales & 0x80).any():
-        raise ValueError("a scale is negative")
+    codes = codes ^ np.where(scales & 0x80, np.uint8(0x88), np.uint8(0))[..., None]
     result = np.empty((len(codes), scales.shape[1] // 4, GGUF_BYTES), np.uint8)
-    result[..., :4] = scales.reshape(*result.shape[:2], 4)
+    result[..., :4] = scales.reshape(*result.shape[:2], 4) & 0x7F
     pairs = np.empty_like(codes)
     first, second = codes[..., :4], codes[..., 4:]
     pairs[..., 0::2] = first & 15 | second << 4
