@@ -1,6 +1,7 @@
 """The rules of which folder of mojo_ops may know which, checked over the imports of every Mojo file.
 
     ops, attention_ops, layer_ops, linear_ops, tree_ops, latent_ops -> transfer, attention, layers, linear
+    recurrent_ops -> recurrent -> layers
     transfer, attention, layers, linear -> cache -> isa
 
 Folders of one kind of device are known to the ops alone, so those for a CPU and for a GPU do not know each other. In no
@@ -27,12 +28,14 @@ MAY_KNOW: dict[str, frozenset[str]] = {
     "attention_ops": MIDDLE | BASE,
     "tree_ops": MIDDLE | BASE,
     "latent_ops": MIDDLE | BASE,
+    "recurrent_ops": frozenset({"recurrent"}) | BASE,
+    "recurrent": frozenset({"layers"}) | BASE,
     **dict.fromkeys(MIDDLE, BASE),
     "cache": frozenset({"isa"}),
     "isa": frozenset(),
 }
 """The folders that each folder, or file at the top of mojo_ops, may import besides itself."""
-OF_A_DEVICE = (frozenset({"gpu"}), frozenset({"cpu", "layers", "linear"}))
+OF_A_DEVICE = (frozenset({"gpu"}), frozenset({"cpu", "layers", "linear", "recurrent"}))
 """Folders of one kind of device, which only they and the registered ops know: a compiled graph for the other kind is
 kept under a key that they are not in (runtime/compile_key.py)."""
 

@@ -41,6 +41,64 @@ class DecodeInputs(Generic[T, B]):
         return [getattr(self, field.name) for field in fields(self)]
 
 
+@dataclass(frozen=True)
+class StateInputs(Generic[T, B]):
+    """Where a step of `B` requests reads and saves the states of recurrent layers, each in a slot of `buffers`.
+
+    A request's state is read once, from its source, and saved after some of its rows, the last of them included: at
+    the end of a page that is to be found by other prompts, after each draft. So no state is copied, and none of the
+    tokens is computed again where drafts were wrong.
+    """
+
+    sources: T
+    """`[B]` int32: the slot of a request's state; -1 for the state before the first token, all zeros."""
+    save_offsets: T
+    """`[B + 1]` uint32: the saves of request `b` are those from `save_offsets[b]` to `save_offsets[b + 1]`, at least
+    one.
+    """
+    save_counts: T
+    """`[S]` int32: the number of the request's rows after which each state is saved, ascending in a request."""
+    save_slots: T
+    """`[S]` int32: the slot that it is saved in, perhaps the source of the same request, and of no other one."""
+    buffers: tuple[B, ...]
+    """Windows of convolutions and matrix states (`decoder.state_shapes`), changed in place."""
+
+    def flatten(self) -> list[T | B]:
+        """The fields in the order of the graph's inputs; none where there are no buffers."""
+        if not self.buffers:
+            return []
+        return [self.sources, self.save_offsets, self.save_counts, self.save_slots, *self.buffers]
+
+
+def state_input_types(shapes: Sequence[Sequence[int | str]], device: DeviceRef) -> StateInputs[TensorType, BufferType]:
+    """The graph's input types for states of these shapes."""
+    return StateInputs(
+        TensorType(DType.int32, ["B"], device),
+        TensorType(DType.uint32, ["B_plus_1"], device),
+        TensorType(DType.int32, ["S"], device),
+        TensorType(DType.int32, ["S"], device),
+        tuple(BufferType(DType.float32, list(shape), device) for shape in shapes),
+    )
+
+
+def graph_states(values: Sequence[Value[Any]]) -> StateInputs[TensorValue, BufferValue]:
+    """A graph's inputs that have to do with states, by name."""
+    sources, offsets, counts, slots, *buffers = values
+    tensors = (value.tensor for value in (sources, offsets, counts, slots))
+    return StateInputs(*tensors, tuple(value.buffer for value in buffers))
+
+
+def state_inputs(
+    sources: Sequence[int], saves: Sequence[Sequence[tuple[int, int]]], buffers: Sequence[B]
+) -> StateInputs[np.ndarray, B]:
+    """One step from lists by request: its slot, and after how many of its tokens its state is saved in which slots."""
+    offsets = np.zeros(len(saves) + 1, np.uint32)
+    np.cumsum([len(each) for each in saves], out=offsets[1:])
+    flat = np.array([save for each in saves for save in each], np.int32).reshape(-1, 2)
+    counts, slots = np.ascontiguousarray(flat.T)
+    return StateInputs(np.asarray(sources, np.int32), offsets, counts, slots, tuple(buffers))
+
+
 def input_types(dtype: DType, blocks: Sequence[int | str], device: DeviceRef) -> DecodeInputs[TensorType, BufferType]:
     """The graph's input types; `blocks` is the shape of the cache, every other size is symbolic."""
     return DecodeInputs(

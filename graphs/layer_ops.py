@@ -29,7 +29,7 @@ WEIGHTED_SUM = "paged_kv_weighted_sum"
 WIDEN = "paged_kv_widen"
 STEP_ROWS = "paged_kv_step_rows"
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "sigmoid"]
 
 
 def take_rows(x: TensorValue, rows: TensorValue) -> TensorValue:
@@ -228,9 +228,11 @@ def add_scaled(x: TensorValue, y: TensorValue, factor: float = 1.0) -> TensorVal
 
 
 def gate_units(gate: TensorValue, up: TensorValue, activation: Activation) -> TensorValue:
-    """`activation(gate) up`, `[N, D]`: SiLU, or GELU by its tanh approximation."""
+    """`activation(gate) up`, `[N, D]`: SiLU, GELU by its tanh approximation, or the sigmoid."""
     if gate.device.is_gpu() or gate.dtype not in DTYPES:
-        return (ops.silu(gate) if activation == "silu" else ops.gelu(gate, approximate="tanh")) * up
+        if activation == "gelu_tanh":
+            return ops.gelu(gate, approximate="tanh") * up
+        return (ops.silu(gate) if activation == "silu" else ops.sigmoid(gate)) * up
     check_value("up", up, gate.dtype, list(gate.shape), gate.device)
     (y,) = ops.custom(
         GATE_UNITS,

@@ -214,7 +214,7 @@ struct AddScaled:
 
 @extensibility.register("paged_kv_gate_units")
 struct GateUnits:
-    """Computes `activation(gate) up`, `[N, D]`; activation: "silu" or "gelu_tanh". CPU only."""
+    """Computes `activation(gate) up`, `[N, D]`; activation: "silu", "gelu_tanh" or "sigmoid". CPU only."""
 
     @staticmethod
     def execute[

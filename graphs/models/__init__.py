@@ -32,7 +32,9 @@ from paged_kv.graphs.models import (
     phimoe,
     qwen2,
     qwen3,
+    qwen3_5,
     qwen3_moe,
+    qwen3_next,
     seed_oss,
     smollm3,
     stablelm,
@@ -80,9 +82,14 @@ FAMILIES: dict[str, Family] = {
         ernie4_5_moe.FAMILY,
         hunyuan.FAMILY,
         internlm3.FAMILY,
+        qwen3_next.FAMILY,
+        qwen3_5.FAMILY,
+        qwen3_5.MIXTURE,
         with_images.MISTRAL3,
         with_images.GEMMA3,
         with_images.LLAMA4,
+        with_images.QWEN3_5,
+        with_images.QWEN3_5_MIXTURE,
     )
 }
 

@@ -14,6 +14,7 @@ from paged_kv.graphs.encodings import Encoding
 from paged_kv.graphs.layer_ops import is_hadamard_size
 from paged_kv.graphs.models.fields import MAX_LAYERS, Fields
 from paged_kv.graphs.models.mixture import Experts
+from paged_kv.graphs.models.recurrence import Recurrence
 from paged_kv.graphs.rope import Linear, Llama3, LongRope, Rope, Scaling, Yarn
 from paged_kv.options import (
     CACHE_ROTATIONS,
@@ -132,7 +133,11 @@ class DecoderConfig:
     """The growth of queries with their position."""
     sinks: bool = False
     """Each head has a score that joins the softmax's denominator alone."""
+    attention_gate: bool = False
+    """Each head's output is multiplied by the sigmoid of a gate, whose rows of `q_proj` follow the head's query."""
     latent: LatentSizes | None = None
+    recurrence: Recurrence | None = None
+    """The layers that are recurrent, in a hybrid model."""
     experts: Experts | None = None
     draft_layers: int = 0
     """Layers that a checkpoint has after the model's own, which draft tokens ahead; they are not read."""
@@ -151,6 +156,19 @@ class DecoderConfig:
     def has_experts(self, layer: int) -> bool:
         """Return whether the layer is a mixture of experts."""
         return self.experts is not None and self.experts.layers[layer]
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Return whether the layer keeps a state instead of K and V."""
+        return self.recurrence is not None and self.recurrence.layers[layer]
+
+    def cache_layer(self, layer: int) -> int:
+        """The place of a layer that attends among those that have K and V in the cache."""
+        return layer if self.recurrence is None else layer - self.recurrence.index(layer)
+
+    @property
+    def cache_layers(self) -> int:
+        """The number of layers that have K and V in the cache."""
+        return self.num_hidden_layers - (0 if self.recurrence is None else self.recurrence.count)
 
     def computed_in(self, dtype: DType) -> DType:
         """The dtype of activations, and of weights that are not in blocks, where `dtype` is asked for."""

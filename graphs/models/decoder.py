@@ -14,14 +14,15 @@ from max.graph import DeviceRef, Graph, Module, TensorType, TensorValue, ops
 
 from paged_kv.errors import ContractError
 from paged_kv.graphs import ops as paged
-from paged_kv.graphs.inputs import graph_inputs, input_types
+from paged_kv.graphs.inputs import graph_inputs, graph_states, input_types, state_input_types
 from paged_kv.graphs.layers import Rotary, StepRows
 from paged_kv.graphs.models.config import DecoderConfig, QueryGrowth
 from paged_kv.graphs.models.experts import chosen_experts
 from paged_kv.graphs.models.latent import latent_attention
 from paged_kv.graphs.models.parameters import Parameters
+from paged_kv.graphs.models.recurrent import recurrent_layer
 from paged_kv.graphs.models.tensors import NORMS
-from paged_kv.graphs.ops import LatentCache, PagedCache, cache_dtype, kernels
+from paged_kv.graphs.ops import LatentCache, PagedCache, States, cache_dtype, kernels
 from paged_kv.graphs.rope import Rope
 from paged_kv.kv_formats import KVFormat
 from paged_kv.options import stored_head
@@ -32,7 +33,7 @@ STEP = "decoder_step"
 def cache_shape(
     config: DecoderConfig, pages: int | str, page_size: int | str, kv_format: KVFormat | None = None
 ) -> list[int | str]:
-    """`[pages, 2, layers, page_size, Hk, D]`: one buffer for the K and V of every layer.
+    """`[pages, 2, layers, page_size, Hk, D]`: one buffer for the K and V of every layer that attends.
 
     A head of codes is as long as `options.stored_head` says. With latent attention `[pages, layers, page_size, width]`:
     one latent a token, and the rotated part beside it.
@@ -45,7 +46,15 @@ def cache_shape(
             raise ContractError(f"cache dtype {kv_format}: a cache of latents has no codes")
         return [pages, config.num_hidden_layers, page_size, config.latent.kv_rank + config.latent.rope_dim]
     head = stored_head(kv_format or "", config.head_dim)
-    return [pages, 2, config.num_hidden_layers, page_size, config.num_key_value_heads, head]
+    return [pages, 2, config.cache_layers, page_size, config.num_key_value_heads, head]
+
+
+def state_shapes(config: DecoderConfig, slots: int | str) -> list[list[int | str]]:
+    """The buffers of states beside the pages, float32; none where no layer is recurrent."""
+    if config.recurrence is None:
+        return []
+    shapes = (config.recurrence.conv_shape(slots), config.recurrence.matrix_shape(slots))
+    return [shape for shape in shapes if shape is not None]
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,8 @@ class DeviceStep:
     rows: StepRows
     wanted: TensorValue | None
     """`[N]` int32: the rows whose hidden states are of use; all of them where it is None."""
+    states: States | None = None
+    """The states of recurrent layers; replaced in place."""
 
 
 AddUp = Callable[[list[TensorValue]], list[TensorValue]]
@@ -84,7 +95,9 @@ def decode(steps: Sequence[DeviceStep], add_up: AddUp = lambda parts: parts) -> 
         of_use = [step.wanted if is_last else None for step in steps]
         ys = _normed(steps, layer, attention_in, xs)
         parts = [
-            _attention(step, y, rotary[rope], layer, rows)
+            _recurrent(step, y, layer, rows)
+            if config.is_recurrent(layer)
+            else _attention(step, y, rotary[rope], layer, rows)
             for step, y, rotary, rows in zip(steps, ys, rotaries, of_use, strict=True)
         ]
         xs = [x if rows is None else paged.take_rows(x, rows) for x, rows in zip(xs, of_use, strict=True)]
@@ -129,6 +142,13 @@ def logits(parameters: Parameters, x: TensorValue) -> TensorValue:
     return paged.widened(y)
 
 
+def _recurrent(step: DeviceStep, x: TensorValue, layer: int, wanted: TensorValue | None) -> TensorValue:
+    """Return what a recurrent layer makes of `x` `[T, hidden]`; of the rows `wanted` `[N]` alone where it is not None."""
+    assert step.states is not None
+    y = recurrent_layer(step.parameters, step.states, x, layer)
+    return y if wanted is None else paged.take_rows(y, wanted)
+
+
 def _attention(
     step: DeviceStep, x: TensorValue, rotary: Rotary | None, layer: int, wanted: TensorValue | None
 ) -> TensorValue:
@@ -144,8 +164,8 @@ def _attention(
     config = parameters.config
     at = f"model.layers.{layer}.self_attn"
 
-    def split_heads(y: TensorValue) -> TensorValue:
-        return ops.reshape(y, [y.shape[0], int(y.shape[1]) // config.head_dim, config.head_dim])
+    def split_heads(y: TensorValue, size: int = config.head_dim) -> TensorValue:
+        return ops.reshape(y, [y.shape[0], int(y.shape[1]) // size, size])
 
     def heads(y: TensorValue, name: str) -> TensorValue:
         if config.qk_norm == "all_heads":
@@ -175,25 +195,30 @@ def _attention(
         q = parameters.linear(paged.take_rows(x, wanted), f"{at}.q_proj")[0]
     if wanted is not None:
         of_q, q_rotary = rows.of_rows(wanted), None if rotary is None else rotary.of_rows(wanted)
+    gate = None
+    if config.attention_gate:
+        both = split_heads(q, 2 * config.head_dim)
+        q, gate = (ops.reshape(part, [q.shape[0], -1]) for part in ops.split(both, [config.head_dim] * 2, axis=-1))
     k, v = rotated(heads(k, "k"), rotary, "k"), split_heads(v)
     if cache.kv_format is None:
         k, v = ops.cast(k, cache.dtype), ops.cast(v, cache.dtype)
-    paged.append(cache, k, v, rows.batch, rows.slots, layer=layer)
+    paged.append(cache, k, v, rows.batch, rows.slots, layer=config.cache_layer(layer))
     q = rotated(heads(q, "q"), q_rotary, "q")
     if config.q_growth is not None and not (config.q_growth.unrotated and rotary is not None):
         q = _grown(q, of_q.positions, config.q_growth)
     o = of_q.attend(
         cache,
         q,
-        layer=layer,
+        layer=config.cache_layer(layer),
         sm_scale=config.sm_scale,
         logits_soft_cap=config.attention_cap,
         window_left=config.window_left(layer),
         sinks=ops.cast(parameters.values[f"{at}.sinks"], DType.float32) if config.sinks else None,
     )
-    return parameters.linear(
-        ops.reshape(o, [o.shape[0], config.num_attention_heads * config.head_dim]), f"{at}.o_proj"
-    )[0]
+    o = ops.reshape(o, [o.shape[0], config.num_attention_heads * config.head_dim])
+    if gate is not None:
+        o = paged.gate_units(gate, o, "sigmoid")
+    return parameters.linear(o, f"{at}.o_proj")[0]
 
 
 def _grown(q: TensorValue, positions: TensorValue, by: QueryGrowth) -> TensorValue:
@@ -209,7 +234,12 @@ def _feed_forward(parameters: Parameters, x: TensorValue, layer: int) -> TensorV
     if config.experts is None or not config.has_experts(layer):
         return _mlp(parameters, x, at)
     y = chosen_experts(parameters, x, at)
-    return y + _mlp(parameters, x, f"{at}.shared_experts") if config.experts.shared_inner else y
+    if not config.experts.shared_inner:
+        return y
+    shared = _mlp(parameters, x, f"{at}.shared_experts")
+    if config.experts.shared_gate:
+        shared = shared * ops.sigmoid(parameters.linear(x, f"{at}.shared_expert_gate")[0])
+    return y + shared
 
 
 def _mlp(parameters: Parameters, x: TensorValue, at: str) -> TensorValue:
@@ -237,7 +267,8 @@ def build_step(
     weight_prefix: str = "",
     kv_format: KVFormat | None = None,
 ) -> None:
-    """Adds the graph `name` to `module`: `DecodeInputs` and rows `[N]` int32 -> logits `[N, vocab]` float32 after them.
+    """Adds the graph `name` to `module`: `DecodeInputs`, where layers are recurrent also the fields of `StateInputs`, and
+    rows `[N]` int32 -> logits `[N, vocab]` float32 after them.
 
     A row is a token's place in `DecodeInputs.tokens`. Batch, tokens, lengths and the page size are symbolic. `dtype` is
     that of weights, activations and cache, of quantised models that of the cache alone; with `kv_format` the cache
@@ -247,15 +278,17 @@ def build_step(
     """
     device = device or DeviceRef.CPU()
     inputs = input_types(cache_dtype(dtype, kv_format), cache_shape(config, "pages", "page_size", kv_format), device)
-    types = [*inputs.flatten(), TensorType(DType.int32, ["N"], device)]
+    of_states = state_input_types(state_shapes(config, "slots"), device)
+    types = [*inputs.flatten(), *of_states.flatten(), TensorType(DType.int32, ["N"], device)]
     with Graph(name, input_types=types, custom_extensions=[kernels()], module=module) as graph:
         parameters = Parameters.of(graph, config, dtype, device, weight_prefix)
-        *values, wanted = graph.inputs
-        step = graph_inputs(values)
+        count = len(inputs.flatten())
+        step, (*values, wanted) = graph_inputs(graph.inputs[:count]), graph.inputs[count:]
         if config.latent is None:
             cache: PagedCache | LatentCache = PagedCache.of(step.blocks, step.lookup_table, kv_format=kv_format)
         else:
             cache = LatentCache(step.blocks, step.lookup_table)
         rows = StepRows.of(step.row_offsets, step.cache_lengths, step.tokens)
-        (x,) = decode([DeviceStep(parameters, step.tokens, cache, rows, wanted.tensor)])  # [N, hidden]
+        states = States.of(graph_states(values), step.row_offsets) if values else None
+        (x,) = decode([DeviceStep(parameters, step.tokens, cache, rows, wanted.tensor, states)])  # [N, hidden]
         graph.output(logits(parameters, x))

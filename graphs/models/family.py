@@ -38,6 +38,8 @@ EXPERTS = {
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
 }
 NORMS_AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+_WITHOUT_KIND = {"A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias"}
+"""GGUF's names of the parameters of recurrent layers that are no weight of a layer."""
 _MODEL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 RMS_NORM_EPS = ("rms_norm_eps", "attention.layer_norm_rms_epsilon")
@@ -98,6 +100,9 @@ class Gguf:
     """Hugging Face's name of the architecture where there are experts, if it is another one."""
     windowed: str | None = None
     """Hugging Face's name of the architecture where layers have windows, if it is another one."""
+    recurrent: str | None = None
+    """Hugging Face's name of recurrent layers in `layer_types`, which the file tells by their numbers or by how many lie
+    between two that attend; None: the architecture has none."""
     rotates_windows_apart: bool = False
     """Layers with a window have a rotation of their own."""
     window_theta: float | None = None
@@ -118,6 +123,8 @@ class Gguf:
             stem, kind = stem.replace("self_attn", "self_attn.sinks"), "weight"
         if kind == "e_score_correction_bias":
             stem, kind = f"{stem}.e_score_correction", "bias"
+        if kind in _WITHOUT_KIND:
+            return f"blk.{stem.removeprefix('model.layers.').partition('.')[0]}.{_WITHOUT_KIND[kind]}"
         if stem in _MODEL:
             return f"{_MODEL[stem]}.{kind}"
         layer, _, rest = stem.removeprefix("model.layers.").partition(".")

@@ -35,6 +35,8 @@ class Experts:
     """True for each layer that is a mixture; the others have an MLP."""
     shared_inner: int = 0
     """The inner dimension of the MLP that all tokens go through; 0 where there is none."""
+    shared_gate: bool = False
+    """What comes out of it is multiplied by the sigmoid of a score of the token."""
     groups: int = 1
     """Experts are chosen from the `chosen_groups` groups that have the greatest scores."""
     chosen_groups: int = 1

@@ -126,6 +126,8 @@ def _share(config: DecoderConfig, count: int) -> DecoderConfig:
         raise ContractError("devices: a model whose q and k are normed over all heads runs on one device")
     if config.latent is not None or config.experts is not None:
         raise ContractError("devices: a model with latent attention or experts runs on one device")
+    if config.recurrence is not None:
+        raise ContractError("devices: a model with recurrent layers runs on one device")
     if config.encodings:
         raise ContractError("devices: quantised weights run on the CPU alone")
     sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size")

@@ -14,11 +14,11 @@ def read(fields: Fields) -> DecoderConfig:
     window = {"sliding_window": 4096, **fields.values}  # null is no window
     has_windows = fields.boolean("use_sliding_window")
     windows = read_windows(Fields(fields.file, window, fields.prefix)) if has_windows else ()
-    experts = read_experts(fields, _mixtures(fields), sums_to_one=fields.boolean("norm_topk_prob"))
+    experts = read_experts(fields, mixtures(fields), sums_to_one=fields.boolean("norm_topk_prob"))
     return read_config(fields, qk_norm="head", qkv_bias=bias, o_bias=bias, windows=windows, experts=experts)
 
 
-def _mixtures(fields: Fields) -> list[bool]:
+def mixtures(fields: Fields) -> list[bool]:
     """Tell for each layer if it is a mixture: every `decoder_sparse_step`-th but those of `mlp_only_layers`."""
     layers, step = fields.layers(), fields.integer("decoder_sparse_step", default=1)
     dense = fields.get("mlp_only_layers") or []

@@ -14,6 +14,7 @@ from max.dtype import DType
 from paged_kv.graphs.encodings import Encoding, block_bytes, block_elements
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.mixture import Experts
+from paged_kv.graphs.models.recurrence import Recurrence
 
 Shape = tuple[int, ...]
 
@@ -39,12 +40,12 @@ NORMS = {
 
 @dataclass(frozen=True)
 class TensorPart:
-    """Rows of a checkpoint's tensor that are a part of an assembled weight `[count, rows, ...]`."""
+    """Rows of a checkpoint's tensor that are a part of an assembled weight `[count, rows, ...]`, or `[rows, ...]`."""
 
     name: str
     """The tensor's."""
     at: tuple[int, int]
-    """Their place: the index in the stack, and the first row there."""
+    """Their place: the index in the stack (0 of a weight that is no stack), and the first row there."""
     rows: tuple[int, int] | None = None
     """The first of its rows that are taken, and the one after the last; all where it is None."""
     index: int | None = None
@@ -72,11 +73,17 @@ class Assembled:
 CHOICE_BIAS = "e_score_correction_bias"
 """The bias of a router of sigmoids. It is float32, whatever the dtype of the other weights: of two experts that
 are nearly as good its rounding would choose another one."""
+GATE_PARAMETERS = (".A_log", ".dt_bias", ".D")
+"""Parameters of recurrent layers that are float32: they say how much of a state is forgotten at each token."""
+GATED_NORM = "linear_attn.norm"
+"""The norm of Gated DeltaNet's outputs, whose weights are as they are where those of other norms have an offset."""
+RECURRENT = {"gated delta": "linear_attn", "mamba2": "mamba", "convolution": "conv"}
+"""The name of each kind of recurrent layer among a layer's parts."""
 
 
 def weight_dtype(name: str, dtype: DType) -> DType:
     """The dtype of a weight of a model whose weights are `dtype`."""
-    return DType.float32 if name.endswith(CHOICE_BIAS) else dtype
+    return DType.float32 if name.endswith((CHOICE_BIAS, *GATE_PARAMETERS)) else dtype
 
 
 def expected_tensors(config: DecoderConfig) -> dict[str, Shape]:
@@ -84,10 +91,11 @@ def expected_tensors(config: DecoderConfig) -> dict[str, Shape]:
     `[out, in]`, those of a stack `[count, out, in]`.
     """
     tensors: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
-    # Layers differ in one way alone: whether they have experts.
-    kinds = {has: _layer(config, has) for has in {config.has_experts(i) for i in range(config.num_hidden_layers)}}
+    # Layers differ in two ways alone: whether they have experts, and whether they are recurrent.
+    kinds: dict[tuple[bool, bool], dict[str, Shape]] = {}
     for index in range(config.num_hidden_layers):
-        layer = kinds[config.has_experts(index)]
+        kind = config.has_experts(index), config.is_recurrent(index)
+        layer = kinds.get(kind) or kinds.setdefault(kind, _layer(config, *kind))
         tensors |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
     tensors |= _norm(config, "model.norm")
     if not config.tie_word_embeddings:
@@ -108,6 +116,8 @@ def assembled_tensors(config: DecoderConfig, stored: Container[str] = ()) -> dic
         layer = f"model.layers.{index}"
         if config.latent is not None:
             found |= _heads(config, f"{layer}.self_attn")
+        if config.recurrence is not None and config.recurrence.fused_qkvz and config.is_recurrent(index):
+            found |= _split_qkvz(config, config.recurrence, f"{layer}.linear_attn", stored)
         if config.has_experts(index):
             found |= _stacks(config, f"{layer}.mlp.experts", stored, encodings)
     return found
@@ -131,23 +141,60 @@ def checkpoint_tensors(config: DecoderConfig, stored: Container[str] = ()) -> di
     return tensors
 
 
-def _layer(config: DecoderConfig, has_experts: bool) -> dict[str, Shape]:
-    hidden, heads, latent = config.hidden_size, config.num_attention_heads, config.latent
-    linear: dict[str, Shape] = {"self_attn.o_proj": (hidden, heads * (latent.v_dim if latent else config.head_dim))}
+def _layer(config: DecoderConfig, has_experts: bool, is_recurrent: bool) -> dict[str, Shape]:
+    linear: dict[str, Shape] = {}
     if not has_experts:
-        linear["mlp.down_proj" if config.gated else "mlp.c_proj"] = (hidden, config.intermediate_size)
-    linear |= {f"self_attn.{name}": shape for name, shape in _projections(config).items()}
+        linear["mlp.down_proj" if config.gated else "mlp.c_proj"] = (config.hidden_size, config.intermediate_size)
     linear |= _experts(config) if has_experts else _gate_and_up(config, "mlp", config.intermediate_size)
-    layer: dict[str, Shape] = {f"{name}.weight": shape for name, shape in linear.items()}
-    layer |= {f"{name}.bias": shape[:-1] for name, shape in linear.items() if _has_bias(config, name)}
+    layer = _with_biases(config, linear)
     for name in NORMS[config.norm_place]:
         layer |= {} if name is None else _norm(config, name)
+    if has_experts and config.experts is not None and (config.experts.sigmoid or config.experts.choice_bias):
+        layer[f"mlp.{config.experts.router}.{CHOICE_BIAS}"] = (config.experts.count,)
+    if is_recurrent and config.recurrence is not None:
+        at = RECURRENT[config.recurrence.kind]
+        return layer | {f"{at}.{name}": shape for name, shape in _recurrent(config, config.recurrence).items()}
+    return layer | _attention(config)
+
+
+def _with_biases(config: DecoderConfig, linear: Mapping[str, Shape]) -> dict[str, Shape]:
+    """The tensors of linear layers."""
+    tensors = {f"{name}.weight": shape for name, shape in linear.items()}
+    return tensors | {f"{name}.bias": shape[:-1] for name, shape in linear.items() if _has_bias(config, name)}
+
+
+def _recurrent(config: DecoderConfig, recurrence: Recurrence) -> dict[str, Shape]:
+    hidden, channels, inner, heads = config.hidden_size, recurrence.channels, recurrence.inner, recurrence.heads
+    conv: dict[str, Shape] = {"conv1d.weight": (channels, recurrence.kernel)}
+    gates: dict[str, Shape] = {"A_log": (heads,), "dt_bias": (heads,)}
+    if recurrence.conv_bias:
+        conv["conv1d.bias"] = (channels,)
+    if recurrence.kind == "gated delta":
+        apart = ("in_proj_ba",) if recurrence.fused_gates else ("in_proj_b", "in_proj_a")
+        linear = {"in_proj_qkv": channels, "in_proj_z": inner} | dict.fromkeys(apart, 2 * heads // len(apart))
+        gates["norm.weight"] = (recurrence.value_dim,)
+        outputs = inner
+    elif recurrence.kind == "mamba2":
+        linear = {"in_proj": inner + channels + heads}
+        gates |= {"D": (heads,), "norm.weight": (inner,)}
+        outputs = inner
+    else:
+        linear, gates, outputs = {"in_proj": 3 * channels}, {}, channels
+    layers: dict[str, Shape] = {name: (rows, hidden) for name, rows in linear.items()} | {"out_proj": (hidden, outputs)}
+    tensors = {f"{name}.weight": shape for name, shape in layers.items()}
+    biases = {f"{name}.bias": shape[:1] for name, shape in layers.items()} if recurrence.bias else {}
+    return tensors | biases | conv | gates
+
+
+def _attention(config: DecoderConfig) -> dict[str, Shape]:
+    hidden, heads, latent = config.hidden_size, config.num_attention_heads, config.latent
+    linear: dict[str, Shape] = {"self_attn.o_proj": (hidden, heads * (latent.v_dim if latent else config.head_dim))}
+    linear |= {f"self_attn.{name}": shape for name, shape in _projections(config).items()}
+    layer = _with_biases(config, linear)
     if latent is not None:
         layer["self_attn.kv_a_layernorm.weight"] = (latent.kv_rank,)
         if latent.q_rank is not None:
             layer["self_attn.q_a_layernorm.weight"] = (latent.q_rank,)
-    if has_experts and config.experts is not None and (config.experts.sigmoid or config.experts.choice_bias):
-        layer[f"mlp.{config.experts.router}.{CHOICE_BIAS}"] = (config.experts.count,)
     if config.sinks:
         layer["self_attn.sinks"] = (config.num_attention_heads,)
     if config.qk_norm not in (None, "head, rotated, no weights"):
@@ -176,6 +223,7 @@ def _projections(config: DecoderConfig) -> dict[str, Shape]:
         }
     if config.fused_qkv:
         return {"qkv_proj": (queries + 2 * keys, hidden)}
+    queries *= 2 if config.attention_gate else 1
     return {f"{name}_proj": (size, hidden) for name, size in zip("qkv", (queries, keys, keys), strict=True)}
 
 
@@ -204,6 +252,8 @@ def _experts(config: DecoderConfig) -> dict[str, Shape]:
     if experts.shared_inner:
         layers[f"{shared}.down_proj"] = (hidden, experts.shared_inner)
         layers |= _gate_and_up(config, shared, experts.shared_inner)
+        if experts.shared_gate:
+            layers["mlp.shared_expert_gate"] = (1, hidden)
     return layers
 
 
@@ -236,6 +286,30 @@ def _heads(config: DecoderConfig, at: str) -> dict[str, Assembled]:
             yield TensorPart(name, (head, 0), (head * rows + latent.nope_dim, (head + 1) * rows))
 
     return {f"{at}.k_up_proj.weight": Assembled(sources, keys), f"{at}.v_up_proj.weight": Assembled(sources, values)}
+
+
+def _split_qkvz(config: DecoderConfig, recurrence: Recurrence, at: str, stored: Container[str]) -> dict[str, Assembled]:
+    """`in_proj_qkvz` has for each key head the rows of its query, its key, its values, and the gates of these."""
+    name = f"{at}.in_proj_qkvz.weight"
+    if f"{at}.in_proj_qkv.weight" in stored:
+        return {}
+    count, dim, of_values = recurrence.key_heads, recurrence.key_dim, recurrence.inner // recurrence.key_heads
+    each = 2 * dim + 2 * of_values
+    sources = {name: (count * each, config.hidden_size)}
+
+    def pieces(parts: Sequence[tuple[int, int]]) -> Iterator[TensorPart]:
+        """Parts of a head by first row and number of rows: of all heads one part, then of all the next."""
+        row = 0
+        for first, rows in parts:
+            for head in range(count):
+                yield TensorPart(name, (0, row), (head * each + first, head * each + first + rows))
+                row += rows
+
+    qkv, z = [(0, dim), (dim, dim), (2 * dim, of_values)], [(2 * dim + of_values, of_values)]
+    return {
+        f"{at}.in_proj_qkv.weight": Assembled(sources, lambda: pieces(qkv)),
+        f"{at}.in_proj_z.weight": Assembled(sources, lambda: pieces(z)),
+    }
 
 
 def _is_stacked(experts: Experts, at: str, stored: Container[str]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paged_kv.graphs.models import gemma3, llama4, ministral3, mistral
+from paged_kv.graphs.models import gemma3, llama4, ministral3, mistral, qwen3_5
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.family import Family
 from paged_kv.graphs.models.fields import Fields
@@ -21,7 +21,7 @@ _GEMMA3_4B = {
 }
 """The values that transformers has for missing keys; published files leave these out."""
 _TEXT = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head."}
-_PARTS = ("vision_tower", "vision_model", "multi_modal_projector")
+_PARTS = ("vision_tower", "vision_model", "multi_modal_projector", "visual")
 _IMAGES = tuple(f"{at}{part}." for at in ("", "model.") for part in _PARTS)
 
 
@@ -47,6 +47,10 @@ def _llama4(fields: Fields) -> DecoderConfig:
     return _read(fields, (llama4.FAMILY,))
 
 
+def _qwen3_5(fields: Fields) -> DecoderConfig:
+    return _read(fields, (qwen3_5.FAMILY, qwen3_5.MIXTURE))
+
+
 MISTRAL3 = Family(
     architecture="Mistral3ForConditionalGeneration",
     model_type="mistral3",
@@ -69,5 +73,21 @@ LLAMA4 = Family(
     read=_llama4,
     renames={**_TEXT, **llama4.FAMILY.renames},
     unread=_IMAGES,
+    engine_only=True,
+)
+QWEN3_5 = Family(
+    architecture="Qwen3_5ForConditionalGeneration",
+    model_type="qwen3_5",
+    read=_qwen3_5,
+    renames=_TEXT,
+    unread=(*_IMAGES, *qwen3_5.FAMILY.unread),
+    engine_only=True,
+)
+QWEN3_5_MIXTURE = Family(
+    architecture="Qwen3_5MoeForConditionalGeneration",
+    model_type="qwen3_5_moe",
+    read=_qwen3_5,
+    renames={**_TEXT, **qwen3_5.MIXTURE.renames},
+    unread=(*_IMAGES, *qwen3_5.MIXTURE.unread),
     engine_only=True,
 )

@@ -8,6 +8,7 @@ from ..isa.threads import Workers, for_rows
 
 comptime SILU: StaticString = "silu"
 comptime GELU_TANH: StaticString = "gelu_tanh"
+comptime SIGMOID: StaticString = "sigmoid"
 
 
 @always_inline
@@ -66,11 +67,13 @@ def gate_units[
 
 @always_inline
 def activated[activation: StaticString](x: SIMD[DType.float32, _]) -> type_of(x):
-    """SiLU, `x / (1 + exp(-x))`, or GELU by its tanh approximation."""
+    """SiLU, `x / (1 + exp(-x))`, the sigmoid, or GELU by its tanh approximation."""
     comptime if activation == SILU:
         return x / (1 + exp(-x))
+    elif activation == SIGMOID:
+        return 1 / (1 + exp(-x))
     else:
-        comptime assert activation == GELU_TANH, "the activation is silu or gelu_tanh"
+        comptime assert activation == GELU_TANH, "the activation is silu, sigmoid or gelu_tanh"
         return 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
 
 

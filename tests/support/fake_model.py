@@ -12,6 +12,7 @@ import numpy as np
 from paged_kv.checkpoint.config import load_config
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.engine.sampling import History, Sampling, choose
+from paged_kv.engine.states import StepStates
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.rope import Rope
 from paged_kv.options import NO_PAGE
@@ -19,6 +20,7 @@ from paged_kv.structured_output import CompiledStructure
 
 VOCAB = 23
 EMPTY = -1  # a slot that nothing was written to
+FIRST_STATE = 7  # before the first token
 
 
 def fake_config(max_positions: int = 4096, window: int = -1) -> DecoderConfig:
@@ -41,10 +43,14 @@ def fake_config(max_positions: int = 4096, window: int = -1) -> DecoderConfig:
 
 def logits_after(history: Sequence[int]) -> np.ndarray:
     """Logits `[VOCAB]` that depend on every token and its position."""
-    state = 7
-    for token in history:
+    return np.random.default_rng(state_after(FIRST_STATE, history)).standard_normal(VOCAB).astype(np.float32)
+
+
+def state_after(state: int, tokens: Sequence[int]) -> int:
+    """Return what a state becomes by tokens: it depends on each and on their order."""
+    for token in tokens:
         state = (state * 31 + int(token) + 1) % 1000003
-    return np.random.default_rng(state).standard_normal(VOCAB).astype(np.float32)
+    return state
 
 
 def alone(
@@ -68,12 +74,18 @@ def alone(
 
 
 class FakeModel:
-    """Keeps the tokens themselves in its pages, and reads a request's past from there alone."""
+    """Keeps the tokens themselves in its pages, and reads a request's past from there alone.
 
-    def __init__(self, num_pages: int, page_size: int, max_positions: int = 4096, window: int = -1) -> None:
+    With slots of state it is a hybrid model: the state that is read must be that of the tokens before.
+    """
+
+    def __init__(
+        self, num_pages: int, page_size: int, max_positions: int = 4096, window: int = -1, num_states: int = 0
+    ) -> None:
         self.config = fake_config(max_positions, window)
         self.num_pages, self.page_size, self.window = num_pages, page_size, window
         self.storage = np.full((num_pages, page_size), EMPTY, np.int32)
+        self.num_states, self.states = num_states, np.full(num_states, EMPTY, np.int32)
         self.digest = self.kernels = "fake"
         self.computed = 0
         """Tokens of all steps."""
@@ -86,7 +98,9 @@ class FakeModel:
         cache_lengths: Sequence[int],
         pages: Sequence[Any],
         counts: Sequence[int] | None = None,
+        states: StepStates | None = None,
     ) -> np.ndarray:
+        assert (states is None) == (self.num_states == 0)
         self.computed += sum(map(len, tokens))
         self.largest = max(self.largest, sum(map(len, tokens)))
         written = set()
@@ -97,6 +111,8 @@ class FakeModel:
                 assert at not in written, "two requests write one slot"
                 written.add(at)
                 self.storage[at] = token
+        if states is not None:
+            self.advance(states, tokens, cache_lengths, pages)
         rows = []
         ends = [
             (cached + len(new) - back, mine)
@@ -113,6 +129,32 @@ class FakeModel:
             rows.append(self.logits(past))
         return np.array(rows)
 
+    def advance(
+        self,
+        states: StepStates,
+        tokens: Sequence[Sequence[int]],
+        cache_lengths: Sequence[int],
+        pages: Sequence[Sequence[int]],
+    ) -> None:
+        """Reads and saves the states of a step, which must be those of the tokens in the pages."""
+        taken = {source for source in states.sources if source >= 0}
+        for new, cached, mine, source, saves in zip(
+            tokens, cache_lengths, pages, states.sources, states.saves, strict=True
+        ):
+            counts, slots = zip(*saves, strict=True)
+            assert list(counts) == sorted(set(counts)), "saves are not in order"
+            assert counts[-1] == len(new)
+            assert len(set(slots)) == len(slots)
+            alone = states.sources.count(source) == 1
+            for slot in slots:
+                assert slot not in taken or (slot == source and alone), "a state is written that another one reads"
+            taken |= set(slots)
+            past = [self.storage[mine[at // self.page_size], at % self.page_size] for at in range(cached)]
+            state = FIRST_STATE if source < 0 else int(self.states[source])
+            assert state == state_after(FIRST_STATE, past), "the state is not that of the tokens before"
+            for count, slot in saves:
+                self.states[slot] = state_after(state, new[:count])
+
     def logits(self, past: Sequence[int]) -> np.ndarray:
         """After the tokens that it sees."""
         return logits_after(past)
@@ -126,6 +168,16 @@ class FakeModel:
 
     def write_pages(self, pages: Sequence[int], bits: np.ndarray) -> None:
         self.storage.view(np.uint32)[list(pages)] = bits
+
+    @property
+    def state_size(self) -> int:
+        return 1
+
+    def read_states(self, slots: Sequence[int]) -> np.ndarray:
+        return self.states.view(np.uint32)[list(slots), None]
+
+    def write_states(self, slots: Sequence[int], bits: np.ndarray) -> None:
+        self.states.view(np.uint32)[list(slots)] = bits[:, 0]
 
     def copy_page(self, source: int, target: int) -> None:
         self.storage[target] = self.storage[source]

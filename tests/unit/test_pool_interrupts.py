@@ -62,8 +62,8 @@ def state(made: Any) -> Told:
     pool.check_integrity()
     inside = pool._state
     requests = {request_id: (pool.length(request_id), pool.pages(request_id)) for request_id in inside.requests}
-    known = {page: record.tokens for page, record in inside.known.items()}
-    return Told(requests, known, list(inside.cached), pool.count())
+    known = {page: record.tokens for page, record in inside.pages.known.items()}
+    return Told(requests, known, list(inside.pages.cached), pool.count())
 
 
 def is_unlocked(pool: PagePool) -> bool:
@@ -148,7 +148,8 @@ def test_what_is_free_shared_and_evicted_first_follows_from_the_table():
         pool.drop("a", 2)
         before = state(made)
         with suppress(KeyboardInterrupt), inside:
-            inside.returned, inside.fresh, inside.shared, inside.cached = [], 3, {}, EvictionOrder()
+            pages = inside.pages
+            pages.returned, pages.fresh, pages.shared, pages.cached = [], 3, {}, EvictionOrder()
             inside.requests["a"].pages.append(13)  # which would have counted with the length
             inside.requests["a"].pages[0] = first  # whose place was to be a hole
             raise KeyboardInterrupt

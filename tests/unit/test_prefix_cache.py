@@ -199,10 +199,13 @@ def test_clear_forgets_prefixes_and_frees_cached_pages():
 @pytest.mark.parametrize(
     ("corrupt", "message"),
     [
-        (lambda s: s.known.pop(0), "page 0 is cached, and its content is not known"),
-        (lambda s: s.returned.append(s.cached.forget([0]) and 0), "the content of page 0 is known, and it is free"),
-        (lambda s: s.shared.update({2: 3}), "page 2 counts 3 owners and has 2"),
-        (lambda s: s.shared.pop(2), "page 2 is held twice: by request 'b' and by request 'c'"),
+        (lambda s: s.pages.known.pop(0), "page 0 is cached, and its content is not known"),
+        (
+            lambda s: s.pages.returned.append(s.pages.cached.forget([0]) and 0),
+            "the content of page 0 is known, and it is free",
+        ),
+        (lambda s: s.pages.shared.update({2: 3}), "page 2 counts 3 owners and has 2"),
+        (lambda s: s.pages.shared.pop(2), "page 2 is held twice: by request 'b' and by request 'c'"),
     ],
 )
 def test_check_integrity_names_what_is_wrong_with_known_and_shared_pages(corrupt, message):

@@ -30,7 +30,7 @@ from paged_kv.checkpoint.weights import OnProgress, check_layers
 from paged_kv.errors import CheckpointError
 from paged_kv.graphs.encodings import GGUF_ENCODINGS, TABLE, Encoding, block_bytes
 from paged_kv.graphs.models.config import DecoderConfig
-from paged_kv.graphs.models.tensors import expected_tensors
+from paged_kv.graphs.models.tensors import GATED_NORM, expected_tensors, weight_dtype
 
 _FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -82,9 +82,9 @@ class GgufCheckpoint:
         check_layers(config, self.header.tensors, self.header.file)
         tensors = {name: self._tensor(name) for name in expected_tensors(config)}
         encodings = [(name, tensor.encoding) for name, tensor in tensors.items() if tensor.encoding in GGUF_ENCODINGS]
-        query = (
-            tensors.get("model.layers.0.self_attn.q_proj.weight") or tensors["model.layers.0.self_attn.qkv_proj.weight"]
-        )
+        attends = next(index for index in range(config.num_hidden_layers) if not config.is_recurrent(index))
+        at = f"model.layers.{attends}.self_attn"
+        query = tensors.get(f"{at}.q_proj.weight") or tensors[f"{at}.qkv_proj.weight"]
         dtype = {"BF16": "bfloat16", "F16": "float16"}.get(query.encoding, "float32")
         return replace(config, encodings=tuple(encodings), float32_activations=bool(encodings), dtype=dtype)
 
@@ -107,7 +107,8 @@ class GgufCheckpoint:
             if name in quantised:
                 buffers[name] = Buffer.from_numpy(self._rows(name, self._blocks(tensor, quantised[name]), config))
             else:
-                buffers[name] = self._floats(name, tensor, dtype, config)
+                kind = weight_dtype(name, dtype)
+                buffers[name] = self._floats(name, tensor, kind, config).view(kind, expected[name])
             done += tensor.data.size
             if progress is not None:
                 progress(done, total)
@@ -131,7 +132,7 @@ class GgufCheckpoint:
     def _check_shapes(self, expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, GgufTensor]) -> None:
         for name, shape in expected.items():
             found = tensors[name]
-            if found.shape != shape:
+            if found.shape != shape and (1, *found.shape) != shape:  # a layer of one output
                 problem = f"has shape {list(found.shape)}, expected {list(shape)}"
                 raise CheckpointError(f"{self.header.file}: tensor {printable(found.name)} {problem}")
         known = {*(tensor.name for tensor in tensors.values()), *scaling_tensors(self.header)}
@@ -192,8 +193,13 @@ class GgufCheckpoint:
         values = self._rows(name, values.view(np.uint8).reshape(len(values), -1), config).view(values.dtype)
         values = values.reshape(tensor.shape)
         offset = find_family(self.header).norm_offset
-        if offset and name.endswith("norm.weight"):
+        if offset and name.endswith("norm.weight") and not name.endswith(f"{GATED_NORM}.weight"):
             values = values.astype(np.float32) - np.float32(offset)
+        if name.endswith(".A_log"):  # the file has what it is used as, -exp(A_log)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                values = np.log(-values.astype(np.float64))
+            if not np.isfinite(values).all():
+                raise CheckpointError(f"{self.header.file}: tensor {tensor.name}: numbers below zero are expected")
         with np.errstate(over="ignore"):  # a float16 that overflows to infinity is what the cast means
             values = np.ascontiguousarray(values.astype(numpy_dtype(dtype), copy=False))
         # NumPy's DLPack does not know bfloat16: its bytes are passed as uint8.

@@ -105,6 +105,9 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
         values["architectures"] = [family.mixture]
         values["num_local_experts"] = metadata.integer("expert_count")
         values["num_experts_per_tok"] = metadata.integer("expert_used_count")
+    if family.recurrent is not None:
+        layers = values.get("num_hidden_layers", 0)
+        values["layer_types"] = _recurrent_layers(metadata, family.recurrent)[:layers]
     if family.windows is not None:
         narrow = narrow or [False] * metadata.integer("block_count")
         values["layer_types"] = ["sliding_attention" if is_narrow else "full_attention" for is_narrow in narrow]
@@ -153,6 +156,7 @@ def _used(family: Gguf) -> frozenset[str]:
     used = family.reads.union(family.sizes.values(), family.multipliers.values(), family.eps[1:])
     used |= {*family.counts.values(), *family.flags.values(), *(() if family.drafts is None else (family.drafts,))}
     used |= frozenset() if family.windows is None else WINDOWS
+    used |= frozenset() if family.recurrent is None else {"attention.recurrent_layers", "full_attention_interval"}
     used |= frozenset() if family.mixture is None else {"expert_count", "expert_used_count"}
     return used | ({"rope.freq_base_swa"} if family.rotates_windows_apart else set())
 
@@ -161,9 +165,7 @@ def _windowed_layers(metadata: Metadata, family: Gguf) -> list[bool]:
     """Tell for each layer if it has a window; empty where the family has none, or the file names none."""
     if family.windows is None:
         return []
-    layers = metadata.integer("block_count")
-    if layers > MAX_LAYERS:
-        raise metadata.error("block_count", f"at most {MAX_LAYERS} is supported")
+    layers = metadata.integer("block_count", most=MAX_LAYERS)
     if not family.needs_window and not metadata.scalar("attention.sliding_window"):
         return []
     name = "attention.sliding_window_pattern"
@@ -177,6 +179,18 @@ def _windowed_layers(metadata: Metadata, family: Gguf) -> list[bool]:
             raise metadata.error(name, f"a number, or as many as layers = {layers}, is expected")
         period = pattern
     return [period == 0 or index % period < period - 1 for index in range(layers)]
+
+
+def _recurrent_layers(metadata: Metadata, recurrent: str) -> list[str]:
+    """The type of each layer, those that draft tokens included."""
+    layers, name = metadata.integer("block_count", most=MAX_LAYERS), "attention.recurrent_layers"
+    said = metadata.get(name)
+    if said is None:
+        interval = metadata.integer("full_attention_interval", 4)
+        said = np.arange(1, layers + 1) % interval != 0
+    if not isinstance(said, np.ndarray) or said.size != layers or said.dtype.kind not in "biu":
+        raise metadata.error(name, f"a list of block_count = {layers} booleans is expected")
+    return [recurrent if is_recurrent else "full_attention" for is_recurrent in said]
 
 
 def _special_tokens(header: GgufHeader) -> dict[str, Any]:

@@ -138,13 +138,15 @@ class Metadata:
             raise self.error(name, "as many numbers as layers are expected")
         return value[0].item()
 
-    def integer(self, name: str, default: int | None = None, *, least: int = 1) -> int:
-        """An integer of at least `least`; `default` where there is none."""
+    def integer(self, name: str, default: int | None = None, *, least: int = 1, most: int = MAX_SIZE) -> int:
+        """An integer from `least` to `most`; `default` where there is none."""
         value = self.scalar(name)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_SIZE:
             kind = "a positive integer below 2^31" if least else "an integer from 0 to 2^31 - 1"
             raise self.error(name, f"{kind} is expected")
+        if value > most:
+            raise self.error(name, f"at most {most} is supported")
         return value
 
     def number(self, name: str, default: float) -> float:

@@ -38,7 +38,6 @@ from paged_kv.graphs.encodings import Encoding, row_bytes
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.family import Family
 from paged_kv.graphs.models.tensors import (
-    CHOICE_BIAS,
     Assembled,
     TensorPart,
     assembled_tensors,
@@ -221,7 +220,8 @@ class Checkpoint:
         """A weight from rows of several tensors, in memory of its own; the files are read and not mapped meanwhile."""
         if encoding is not None:
             shape, dtype = (*shape[:-1], row_bytes(encoding, shape[-1])), DType.uint8
-        result = np.empty(shape, numpy_dtype(dtype))
+        whole = np.empty(shape, numpy_dtype(dtype))
+        result = whole if len(shape) == 3 else whole[None]
         with ExitStack() as stack, np.errstate(over="ignore"):
             files = {self.tensors[name].file for name in assembled.sources if name not in packed}
             opened = {
@@ -246,7 +246,7 @@ class Checkpoint:
                     result[index, first:half], result[index, half : first + len(rows)] = rows[0::2], rows[1::2]
                 else:
                     result[index, first : first + len(rows)] = rows
-        return _buffer(result, dtype)
+        return _buffer(whole, dtype)
 
     def _read(self, piece: TensorPart, name: str, opened: Mapping[Path, Any]) -> npt.NDArray[Any]:
         """The rows of a tensor that a part names, as the file has them."""
@@ -282,8 +282,8 @@ class Checkpoint:
             stored = self.tensors.get(name)
             if stored is None:
                 raise CheckpointError(f"{self.folder}: tensor {name} is missing")
-            of_router = name.endswith(CHOICE_BIAS) and stored.shape == (1, *shape)  # as ERNIE has it
-            if stored.shape != shape and not of_router:
+            # ERNIE's routers and convolutions have a dimension of one more.
+            if stored.shape != shape and tuple(size for size in stored.shape if size != 1) != shape:
                 raise CheckpointError(
                     f"{stored.file}: tensor {stored.name} has shape {list(stored.shape)}, expected {list(shape)}"
                 )

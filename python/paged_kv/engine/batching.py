@@ -10,12 +10,13 @@ A sample that moves from one list to the other is in both meanwhile, so an excep
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from paged_kv.engine.disk_tier import DiskPages
 from paged_kv.engine.requests import Sample
 from paged_kv.engine.speculation import PANEL, Speculation
+from paged_kv.engine.states import SampleStates, StepStates
 from paged_kv.errors import PoolExhausted, RequestError
 from paged_kv.options import NO_PAGE
 from paged_kv.pool import PagePool, PrefixCache
@@ -33,7 +34,7 @@ class Batching:
     """The samples that wait and run, in the order of arrival.
 
     Args:
-        pool: The pages.
+        pool: The pages and, of a hybrid model, the slots of states.
         copy_page: Copies a page's K and V, of all layers.
         max_step_tokens: Tokens of a step at most.
         max_running: Samples of a step at most; a prompt counts for all samples that will begin with it.
@@ -66,6 +67,7 @@ class Batching:
         self.tokens_restored = 0
         """Tokens whose K and V were read from the disk."""
         self._disk = disk
+        self._states = SampleStates(pool, self.prefixes) if pool.num_states else None
         self._speculation = speculation
         self._copy_page = copy_page
         self._max_step_tokens = max_step_tokens
@@ -119,7 +121,14 @@ class Batching:
                 batch.append((sample, new))
         if self._speculation is not None and batch:
             self._propose(self._speculation, batch, room)
+        if self._states is not None:
+            for sample, new in batch:
+                self._states.plan(sample, len(new), max(0, sample.cached + len(new) - len(sample.tokens)))
         return batch
+
+    def states(self, batch: Batch) -> StepStates | None:
+        """Where a step reads and saves the states of a hybrid model; None of other models."""
+        return None if self._states is None else self._states.of_step([sample for sample, _ in batch])
 
     def _propose(self, speculation: Speculation, batch: Batch, room: int) -> None:
         """Adds drafts to samples that bring their last token alone, as far as `room`, rows and free pages allow."""
@@ -139,6 +148,8 @@ class Batching:
             sample, new = batch[at]
             drafts = drafts[:room]
             try:
+                if self._states is not None and drafts:
+                    self._states.hold_drafts(sample, len(drafts))
                 self.pool.reserve(sample.key, len(drafts), self._copy_page)
             except PoolExhausted:  # no page is taken from a sample for a draft
                 continue
@@ -163,12 +174,16 @@ class Batching:
         """Lets the request's other samples run, which begin with all that `sample` has in the cache."""
         request = sample.request
         self._store(sample, len(sample.tokens))  # once, not for each child
+        if self._states is not None:
+            sample.cached = len(sample.tokens)
+            self._states.settle(sample)
         children = [Sample(request, index, list(request.prompt)) for index in range(1, request.samples)]
         for child in children:
             _insert(self.running, child)
             self.pool.fork(sample.key, child.key)
             child.cached, child.stored = len(child.tokens), sample.stored
             child.chain, child.offered = list(sample.chain), sample.offered
+            child.edges = set(sample.edges)
         return children
 
     def drop(self, sample: Sample, num_tokens: int) -> None:
@@ -177,6 +192,9 @@ class Batching:
 
     def end(self, sample: Sample) -> None:
         """Forgets a sample, wherever it is."""
+        if self._states is not None and self.prefixes is not None and sample.passing is not None:
+            slot = self.prefixes.checkpoint(sample.key, sample.passing)
+            self._offer_states(sample, {} if slot is None else {sample.passing: slot})
         self._leave(sample)
         _remove(self.waiting, sample)
 
@@ -193,6 +211,8 @@ class Batching:
                 missing = len(sample.tokens) - self.pool.length(sample.key)
                 try:
                     self.pool.reserve(sample.key, missing, self._copy_page)
+                    if self._states is not None:
+                        self._states.hold(sample)
                     break
                 except PoolExhausted:
                     self._preempt(self.running[-1])
@@ -209,12 +229,16 @@ class Batching:
         if self._disk is not None and sample.cached:
             self._disk.used(sample.chain)
         sample.cached = sample.stored = sample.offered = 0
+        sample.saves, sample.edges, sample.passing = {}, set(), None
         _remove(self.running, sample)
 
     def _store(self, sample: Sample, count: int) -> None:
         size = self.pool.page_size
         if self.prefixes is not None and count // size > sample.stored // size:
-            self.prefixes.store(sample.key, sample.tokens[:count], sample.request.namespace)
+            if self._states is None:
+                self.prefixes.store(sample.key, sample.tokens[:count], sample.request.namespace)
+            else:
+                self._offer_states(sample, self._states.store(sample, count))
             self._offer(sample, count // size)
             sample.stored = count
 
@@ -226,19 +250,38 @@ class Batching:
             first = max(sample.offered, pages.count(NO_PAGE))
             sample.offered = self._disk.offer(sample.chain, sample.tokens, first, pages[first:])
 
+    def _offer_states(self, sample: Sample, states: Mapping[int, int]) -> None:
+        """Offers the disk states by how many of a sample's tokens came before."""
+        if self._disk is not None and sample.chain:
+            size = self.pool.page_size
+            for count, slot in states.items():
+                self._disk.grow(sample.chain, sample.tokens, count // size)
+                self._disk.offer_state(sample.chain, sample.tokens, count // size, slot)
+
     def _restore(self, sample: Sample) -> None:
-        """Reads pages that follow those that a sample begins with, but for the one of its last token."""
+        """Reads pages that follow those that a sample begins with, but for the one of its last token.
+
+        Raises:
+            PoolExhausted: there is no slot for the state after them.
+        """
         tokens, size = sample.tokens, self.pool.page_size
         if self._disk is None or self.prefixes is None or not sample.chain or sample.request.wants_prompt:
             return
         first, count = sample.cached // size, (len(tokens) - 1) // size
         self._disk.grow(sample.chain, tokens, count)
-        pages = self.pool.pages(sample.key)[first:count]
-        found = self._disk.restore(sample.chain, tokens, first, pages) * size
+        pages, states = self.pool.pages(sample.key)[first:count], {}
+        if self._states is None:
+            found = self._disk.restore(sample.chain, tokens, first, pages) * size
+        else:
+            (slot,) = self.pool.take_states(sample.key, 1)
+            found = self._disk.restore_with_state(sample.chain, tokens, first, pages, slot) * size
+            states = {sample.cached + found: slot} if found else {}
         if found:
-            self.prefixes.store(sample.key, tokens[: sample.cached + found], sample.request.namespace)
             sample.cached += found
+            self.prefixes.store(sample.key, tokens[: sample.cached], sample.request.namespace, states=states)
             self.tokens_restored += found
+            for slot in states.values():
+                self.pool.keep_state(sample.key, slot)
 
     def _admit(self) -> None:
         rows = sum(sample.rows for sample in self.running)
@@ -252,10 +295,14 @@ class Batching:
                     self.pool.start(sample.key, len(sample.tokens))
                 else:
                     sample.cached = self.prefixes.start(sample.key, sample.tokens, sample.request.namespace)
+                found = sample.cached
+                self._restore(sample)
+                if self._states is not None:
+                    self._states.begin(sample)
             except PoolExhausted:
+                self._leave(sample)
                 return
-            self.tokens_found += sample.cached
-            self._restore(sample)
+            self.tokens_found += found
             if len(sample.tokens) == len(sample.request.prompt):
                 sample.request.cached = sample.cached
             sample.stored = sample.cached

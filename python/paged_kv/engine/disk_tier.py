@@ -6,6 +6,9 @@ format of `prefix_file`, and says in its metadata the digest before it. A reader
 themselves, and the SHA-256 of the content, before a page of the model is written. So a file that is damaged, cut short,
 renamed or of another model is as if it were missing. It tells damage, not malice: the folder is the user's alone.
 
+The state of a hybrid model at the end of a page is a file beside the page's, with the same name but for its ending: a
+prompt begins where both are there.
+
 Pages are written behind. A step copies a new page's bits into a queue, which has a limit; a thread writes them and ends
 when the queue is empty, so a process that ends waits for what is queued. What the queue has no place for is offered
 again with the next page of the same sample. Pages are read inside a step, when a sample gets its pages.
@@ -42,7 +45,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_kv.arguments import integer, shown
-from paged_kv.engine.prefix_file import Bits, PagedModel, expected, pack, page_bits, unpack
+from paged_kv.engine.prefix_file import Bits, BitsKind, PagedModel, expected, pack, page_bits, state_bits, unpack
 from paged_kv.errors import CheckpointError, ContractError, ContractTypeError
 from paged_kv.files import is_own
 from paged_kv.pool import EvictionOrder
@@ -51,7 +54,9 @@ QUEUE_BYTES = 1 << 28
 """The most bytes of pages that wait to be written: they are copies."""
 LOCK_SECONDS = 5.0
 """The seconds that a writer waits for another process; then what is queued is dropped."""
-_PAGE = re.compile(r"[0-9a-f]{64}\.page")
+_PAGE, _STATE = "page", "state"
+"""Kinds of files, and the endings of their names."""
+_NAME = re.compile(rf"[0-9a-f]{{64}}\.({_PAGE}|{_STATE})")
 _LOCK = "lock"
 _UNFINISHED = "unfinished"
 _OWNER_BYTES = 32
@@ -89,17 +94,19 @@ class DiskTier:
             os.close(_open_folder(Path(self.folder)))
 
 
-class _Page(NamedTuple):
-    """A page to be written."""
+class _File(NamedTuple):
+    """A page or a state to be written."""
 
-    digest: bytes
+    name: str
+    ending: str
     before: bytes
+    """The digest of the chain before its page."""
     tokens: npt.NDArray[np.int64]
     bits: Bits
 
 
 class _Used(NamedTuple):
-    """The files of pages that a sample had."""
+    """The files of pages and states that a sample had."""
 
     names: list[str]
 
@@ -119,18 +126,24 @@ class DiskPages:
     def __init__(self, tier: DiskTier, model: PagedModel) -> None:
         self._path, self._limit, self._model = Path(tier.folder), tier.bytes, model
         self._said = expected(model) | {"kernels": model.kernels}
-        dtype, shape = page_bits(model)
-        page = pack(np.zeros(model.page_size, np.int64), np.zeros((1, *shape), dtype), self._said_of(bytes(32)))
-        self._size = len(page)
-        self._most_queued = max(1, QUEUE_BYTES // self._size)
-        if self._size + _OWNER_BYTES > self._limit:
-            raise ContractError(f"bytes: a page's file has {self._size} bytes, the limit is {self._limit}")
+        self._kinds: dict[str, BitsKind] = {_PAGE: page_bits(model)}
+        if model.num_states:
+            self._kinds[_STATE] = state_bits(model)
+        no_tokens = np.zeros(model.page_size, np.int64)
+        self._file_bytes = {
+            ending: len(pack(no_tokens, np.zeros((1, *kind.shape), kind.dtype), self._said_of(bytes(32), ending)))
+            for ending, kind in self._kinds.items()
+        }
+        self._most_queued = {ending: max(1, QUEUE_BYTES // size) for ending, size in self._file_bytes.items()}
+        for ending, size in self._file_bytes.items():
+            if size + _OWNER_BYTES > self._limit:
+                raise ContractError(f"bytes: a {ending}'s file has {size} bytes, the limit is {self._limit}")
         self._own = secrets.token_hex(_OWNER_BYTES // 2).encode()
         self._sizes: dict[str, int] = {}  # the files of the folder and their bytes; true until another process writes
         self._bytes = 0  # of all of them
         self._order: EvictionOrder[str] = EvictionOrder()
         self._missing: set[str] = set()  # those of them that a reader missed, or removed
-        self._queue: SimpleQueue[_Page | _Used] = SimpleQueue()
+        self._queue: SimpleQueue[_File | _Used] = SimpleQueue()
         self._lock = threading.Lock()
         self._worker: threading.Thread | None = None
         self._folder = -1
@@ -181,13 +194,31 @@ class DiskPages:
             How many were written; the others are as before.
         """
         for at, page in enumerate(pages, first):
-            found = self._read(chain[at + 1], chain[at], self._tokens(tokens, at))
+            found = self._read(chain, tokens, at, _PAGE)
             if found is None:
-                if _name(chain[at + 1]) in self._sizes:  # which is out of date: the pages after it may be gone too
-                    self._missing.update(name for name in map(_name, chain[at + 1 :]) if not self._has(name))
+                self._miss(chain[at + 1 :], _PAGE)
                 return at - first
             self._model.write_pages([page], found)
         return len(pages)
+
+    def restore_with_state(
+        self, chain: Sequence[bytes], tokens: Sequence[int], first: int, pages: Sequence[int], slot: int
+    ) -> int:
+        """Reads pages as `restore` does, up to the last one whose state is there too, and this into a slot.
+
+        Returns how many pages were read; 0 where any of them is missing.
+        """
+        at = first + len(pages)
+        while at > first and not self._has(_name(chain[at], _STATE)):
+            at -= 1
+        if self.off or at == first or self.restore(chain, tokens, first, pages[: at - first]) < at - first:
+            return 0
+        found = self._read(chain, tokens, at - 1, _STATE)
+        if found is None:
+            self._miss(chain[at : at + 1], _STATE)
+            return 0
+        self._model.write_states([slot], found)
+        return at - first
 
     def offer(self, chain: Sequence[bytes], tokens: Sequence[int], first: int, pages: Sequence[int]) -> int:
         """Queues pages `first` on of a chain that the folder lacks, as copies. Arguments as of `restore`.
@@ -196,21 +227,30 @@ class DiskPages:
         """
         at, end = first, first + len(pages)
         while at < end and not self.off:
-            name = _name(chain[at + 1])
+            name = _name(chain[at + 1], _PAGE)
             if name not in self._sizes or name in self._missing:
-                if self._queue.qsize() >= self._most_queued:
+                if self._queue.qsize() >= self._most_queued[_PAGE]:
                     break
                 bits = self._model.read_pages([pages[at - first]])
-                self._queue.put(_Page(chain[at + 1], chain[at], self._tokens(tokens, at), bits))
+                self._queue.put(_File(name, _PAGE, chain[at], self._tokens(tokens, at), bits))
             at += 1
         if not self._queue.empty():
             self._wake()
         return at
 
+    def offer_state(self, chain: Sequence[bytes], tokens: Sequence[int], count: int, slot: int) -> None:
+        """Queues the state after the first `count` pages of a chain, which is in a slot, where the folder lacks it."""
+        name = _name(chain[count], _STATE)
+        is_there = name in self._sizes and name not in self._missing
+        if not is_there and not self.off and self._queue.qsize() < self._most_queued[_STATE]:
+            bits = self._model.read_states([slot])
+            self._queue.put(_File(name, _STATE, chain[count - 1], self._tokens(tokens, count - 1), bits))
+            self._wake()
+
     def used(self, chain: Sequence[bytes]) -> None:
         """Says that a sample had these pages until now."""
-        if len(chain) > 1 and not self.off and self._queue.qsize() < 2 * self._most_queued:
-            self._queue.put(_Used([_name(digest) for digest in chain[1:]]))
+        if len(chain) > 1 and not self.off and self._queue.qsize() < 2 * self._most_queued[_PAGE]:
+            self._queue.put(_Used([_name(digest, ending) for digest in chain[1:] for ending in self._kinds]))
             self._wake()
 
     def flush(self) -> None:
@@ -222,19 +262,28 @@ class DiskPages:
                 return
             worker.join()
 
-    def _said_of(self, before: bytes) -> dict[str, str]:
-        return self._said | {"after": before.hex()}
+    def _said_of(self, before: bytes, ending: str) -> dict[str, str]:
+        return self._said | {"after": before.hex()} | ({} if ending == _PAGE else {"kind": ending})
+
+    def _miss(self, chain: Sequence[bytes], ending: str) -> None:
+        """Notes that the first file of a chain is not there; if it was, those after it may be gone too."""
+        if _name(chain[0], ending) in self._sizes:
+            names = (_name(digest, ending) for digest in chain)
+            self._missing.update(name for name in names if not self._has(name))
 
     def _tokens(self, tokens: Sequence[int], page: int) -> npt.NDArray[np.int64]:
         """Those of one page."""
         size = self._model.page_size
         return np.array(tokens[page * size : (page + 1) * size], np.int64)
 
-    def _read(self, digest: bytes, before: bytes, tokens: npt.NDArray[np.int64]) -> Bits | None:
-        """The bits of a page `[1, ...]`, None where it is not there as it should be."""
+    def _read(self, chain: Sequence[bytes], of_chain: Sequence[int], at: int, ending: str) -> Bits | None:
+        """The bits of page `at` of a chain or of the state after it, `[1, ...]`; None where it is not there as it
+        should be.
+        """
         if self.off:
             return None
-        name = _name(digest)
+        name, before, tokens = _name(chain[at + 1], ending), chain[at], self._tokens(of_chain, at)
+        size = self._file_bytes[ending]
         try:
             number = os.open(name, os.O_RDONLY | _OPEN, dir_fd=self._folder)
         except FileNotFoundError:
@@ -250,8 +299,9 @@ class DiskPages:
                 os.close(number)
                 return None
             with open(number, "rb") as file:
-                data = file.read(self._size + 1) if status.st_size == self._size else b""
-            found, bits = unpack(name, data, self._model, self._said_of(before))
+                data = file.read(size + 1) if status.st_size == size else b""
+            said = self._said_of(before, ending)
+            found, bits = unpack(name, data, self._kinds[ending], self._model.page_size, said)
             if found.shape == tokens.shape and (found == tokens).all():
                 return bits
         except CheckpointError:
@@ -301,7 +351,7 @@ class DiskPages:
                     continue  # drop it
                 if isinstance(item, _Used):
                     self._touch(item.names)
-                elif _name(item.digest) not in self._sizes:
+                elif item.name not in self._sizes:
                     self._write(item)
 
     def _has(self, name: str) -> bool:
@@ -350,7 +400,7 @@ class DiskPages:
         found, times = {}, {}
         with os.scandir(self._folder) as entries:
             for entry in entries:
-                if _PAGE.fullmatch(entry.name):
+                if _NAME.fullmatch(entry.name):
                     with suppress(FileNotFoundError):  # removed by a reader
                         status = entry.stat(follow_symlinks=False)
                         if stat.S_ISREG(status.st_mode) and is_own(status):
@@ -366,9 +416,9 @@ class DiskPages:
                 os.unlink(name, dir_fd=self._folder)
             self._forget(name)
 
-    def _write(self, page: _Page) -> None:
-        """Writes a page's file, whole or not at all."""
-        data, name = pack(page.tokens, page.bits, self._said_of(page.before)), _name(page.digest)
+    def _write(self, file: _File) -> None:
+        """Writes a file, whole or not at all."""
+        data, name = pack(file.tokens, file.bits, self._said_of(file.before, file.ending)), file.name
         self._make_room(len(data))
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN
@@ -446,5 +496,5 @@ def _write_all(number: int, data: bytes) -> None:
         view = view[os.write(number, view) :]
 
 
-def _name(digest: bytes) -> str:
-    return f"{digest.hex()}.page"
+def _name(digest: bytes, ending: str) -> str:
+    return f"{digest.hex()}.{ending}"

@@ -90,7 +90,7 @@ class Engine:
         self.model = model
         self.statistics = Statistics()
         pages = model.num_pages if num_pages is None else integer("num_pages", num_pages, 1, model.num_pages)
-        self.pool = PagePool(pages, model.page_size)
+        self.pool = PagePool(pages, model.page_size, model.num_states)
         self._tokenizer = tokenizer
         self._max_running = integer("max_running", max_running, 1)
         if disk is not None and not isinstance(disk, DiskTier):
@@ -369,11 +369,13 @@ class Engine:
         drafted = [max(0, sample.cached + len(new) - len(sample.tokens)) for sample, new in batch]
         total = sum(len(new) for _, new in batch)
         prompts = sum(len(new) for sample, new in batch if sample.cached < len(sample.request.prompt))
+        states = self._batching.states(batch)
         logits = self.model.step(
             [new for _, new in batch],
             [sample.cached for sample, _ in batch],
             [self.pool.pages(sample.key) for sample, _ in batch],
             *([counts] if any(count > 1 for count in counts) else []),
+            **({} if states is None else {"states": states}),
         )
         ended = time.perf_counter()
         self.statistics.add_step(ended - began, prompts, total - prompts - sum(drafted), self.pool.num_used)

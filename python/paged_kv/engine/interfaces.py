@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_kv.engine.prefix_file import PagedModel
+from paged_kv.engine.states import StepStates
 from paged_kv.engine.stop_text import Decoder
 from paged_kv.errors import ContractError
 from paged_kv.graphs.models.config import DecoderConfig
@@ -21,6 +22,8 @@ class EngineModel(PagedModel, Protocol):
 
     config: DecoderConfig
     num_pages: int
+    num_states: int
+    """Slots for the states of recurrent layers; 0 where it has none."""
 
     def step(
         self,
@@ -28,10 +31,12 @@ class EngineModel(PagedModel, Protocol):
         cache_lengths: Sequence[int],
         pages: Sequence[Sequence[int]],
         counts: Sequence[int] | None = None,
+        states: StepStates | None = None,
     ) -> npt.NDArray[np.float32]:
         """Appends new tokens of `B` requests to their pages; logits `[N, vocab]` after the last `counts[b]` of each.
 
-        One of each where `counts` is None; it is given only where tokens are drafted.
+        One of each where `counts` is None; it is given only where tokens are drafted. `states` is given where
+        `num_states` is not 0: the model reads and saves states as it says.
         """
         ...
 

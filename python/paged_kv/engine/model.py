@@ -20,9 +20,10 @@ from paged_kv.arrays.host import to_buffer, to_numpy
 from paged_kv.checkpoint.source import open_source
 from paged_kv.checkpoint.weights import OnProgress
 from paged_kv.engine.prefix_file import Bits
+from paged_kv.engine.states import StepStates
 from paged_kv.engine.step import StepGraph
 from paged_kv.errors import ContractError
-from paged_kv.graphs.inputs import step_inputs
+from paged_kv.graphs.inputs import state_inputs, step_inputs
 from paged_kv.graphs.models import decoder
 from paged_kv.graphs.models.config import DecoderConfig, with_cache_rotation
 from paged_kv.graphs.ops import cache_dtype
@@ -33,6 +34,10 @@ from paged_kv.runtime.compile_key import Sources, digests_of
 from paged_kv.runtime.first_execution import execute
 from paged_kv.runtime.forks import check_not_forked
 from paged_kv.runtime.session import Runtime, default_runtime
+
+
+LEAST_STATES = 16
+"""Slots of state of a hybrid model, unless it is told otherwise: a request has one or two."""
 
 
 class DecoderModel:
@@ -46,6 +51,7 @@ class DecoderModel:
         dtype: DType,
         num_pages: int,
         page_size: int,
+        num_states: int | None = None,
         on_compile: Callable[[], None] = lambda: None,
         compiled_ahead: Path | None = None,
         runtime: Runtime | None = None,
@@ -58,6 +64,7 @@ class DecoderModel:
             weights: By checkpoint name, as `Source.load` gives them for `dtype`; they must outlive the model.
             dtype: The dtype of weights, activations and cache; of the cache alone where weights are quantised.
             num_pages: Pages of the cache; memory is used as pages are first written.
+            num_states: Slots for the states of recurrent layers, where the model has some; `default_states` where None.
             on_compile: Called before a compile (some 20 s, once per model geometry and machine).
             compiled_ahead: A folder of `paged-kv compile`, which is searched before the cache folder.
             runtime: The runtime of the device that the model runs on; the CPU's where None. Weights stay on the host
@@ -66,9 +73,10 @@ class DecoderModel:
             cache_rotation: "hadamard": q and k take a Walsh-Hadamard transform before the cache, for few bits.
 
         Raises:
-            ContractTypeError: `num_pages` or `page_size` is no integer.
-            ContractError: one of them is negative, or the pages do not fit into memory; `kv_format` is unknown, or the
-                model has latents; the model cannot have that `cache_rotation`.
+            ContractTypeError: `num_pages`, `page_size` or `num_states` is no integer.
+            ContractError: one of them is negative, or they do not fit into memory; `kv_format` is unknown, or the
+                model has latents; the model cannot have that `cache_rotation`; it has recurrent layers, and the device
+                is a GPU.
             ToolchainError: as `load_graphs`.
         """
         num_pages, page_size = integer("num_pages", num_pages, 0), integer("page_size", page_size, 1)
@@ -84,6 +92,13 @@ class DecoderModel:
         step = StepGraph.of(config, dtype, kv_format)
         self.geometry = step.geometry
         self._blocks = _new_cache(config, num_pages, page_size, dtype, kv_format, self._device)
+        self.num_states = 0
+        if config.recurrence is not None:
+            if not self._device.is_host:
+                raise ContractError("runtime: a model with recurrent layers runs on the CPU alone")
+            usual = default_states(num_pages, self.page_bytes, state_bytes(config))
+            self.num_states = usual if num_states is None else integer("num_states", num_states, 2)
+        self._states = [_new_states(shape) for shape in decoder.state_shapes(config, self.num_states)]
         self._keys = step.keys(runtime.architecture)
         models = load_graphs(
             runtime.session,
@@ -103,6 +118,7 @@ class DecoderModel:
         dtype: DType,
         num_pages: int,
         page_size: int = 16,
+        num_states: int | None = None,
         on_progress: OnProgress | None = None,
         on_compile: Callable[[], None] = lambda: None,
         compiled_ahead: Path | None = None,
@@ -126,6 +142,7 @@ class DecoderModel:
             dtype=dtype,
             num_pages=num_pages,
             page_size=page_size,
+            num_states=num_states,
             on_compile=on_compile,
             compiled_ahead=compiled_ahead,
             runtime=runtime,
@@ -189,6 +206,24 @@ class DecoderModel:
         else:
             self._page(target).inplace_copy_from(self._page(source))
 
+    @property
+    def state_size(self) -> int:
+        """Elements of a state, all float32; 0 where no layer is recurrent."""
+        return state_bytes(self.config) // 4
+
+    def read_states(self, slots: Sequence[int]) -> Bits:
+        """The bits of some slots of state as unsigned integers, `[n, state_size]`."""
+        parts = [to_numpy(buffer).view(np.uint32)[list(slots)] for buffer in self._states]
+        return np.concatenate([part.reshape(len(slots), -1) for part in parts], axis=1)
+
+    def write_states(self, slots: Sequence[int], bits: Bits) -> None:
+        """Replaces some slots of state by what `read_states` gave."""
+        first = 0
+        for buffer in self._states:
+            states = to_numpy(buffer).view(np.uint32)
+            states[list(slots)] = bits[:, first : first + states[0].size].reshape(len(slots), *states.shape[1:])
+            first += states[0].size
+
     def _page(self, page: int) -> Buffer:
         """One page of the storage, `[1, ...]`."""
         return self._blocks[(slice(page, page + 1), *[slice(None)] * (self._blocks.rank - 1))]
@@ -199,6 +234,7 @@ class DecoderModel:
         cache_lengths: Sequence[int],
         pages: Sequence[Sequence[int]],
         counts: Sequence[int] | None = None,
+        states: StepStates | None = None,
     ) -> np.ndarray:
         """Appends each request's new tokens to the cache; logits `[N, vocab]` float32 after the last of them.
 
@@ -208,6 +244,7 @@ class DecoderModel:
             pages: Page ids of each request, enough for the new tokens too.
             counts: After how many of its last tokens each request wants logits, at least 1 and at most all: `N` in all,
                 request after request. One each where None.
+            states: Where states are read and saved; needed where layers are recurrent, else None.
 
         Raises:
             ContractError: a token is not in the vocabulary; a count is out of range.
@@ -219,7 +256,12 @@ class DecoderModel:
         wanted = (inputs.row_offsets[1:] - 1).astype(np.int32)
         if counts is not None:
             wanted = _last_rows(inputs.row_offsets, counts)
-        arguments = [to_buffer(value) for value in (*inputs.flatten(), wanted)]
+        of_states = []
+        if self._states:
+            if states is None:
+                raise ContractError("states: a model with recurrent layers needs them")
+            of_states = state_inputs(states.sources, states.saves, self._states).flatten()
+        arguments = [to_buffer(value) for value in (*inputs.flatten(), *of_states, wanted)]
         if self._device.is_host:
             return execute(self._model.execute, *arguments)[0].to_numpy()
         arguments = [value if value is self._blocks else value.to(self._device) for value in arguments]
@@ -236,6 +278,27 @@ class DecoderModel:
                 if not 0 <= token < self.config.vocab_size:
                     known = f"an id from 0 to {self.config.vocab_size - 1}"
                     raise ContractError(f"tokens: request {request} has {shown(token)}, expected {known}")
+
+
+def state_bytes(config: DecoderConfig) -> int:
+    """Bytes of one slot of state; 0 where no layer is recurrent."""
+    return sum(4 * math.prod(map(int, shape)) for shape in decoder.state_shapes(config, 1))
+
+
+def default_states(num_pages: int, page_bytes: int, state_bytes: int) -> int:
+    """Slots of state beside some pages: as many as take the memory of the pages, at least 16 and no more than there
+    are pages beyond these.
+    """
+    return min(max(LEAST_STATES, num_pages * page_bytes // state_bytes), num_pages + LEAST_STATES)
+
+
+def _new_states(shape: Sequence[int | str]) -> Buffer:
+    """A buffer of states, not yet written to."""
+    try:
+        return to_buffer(np.empty([int(size) for size in shape], np.float32))
+    except (MemoryError, ValueError, OverflowError):
+        size = shown(4 * math.prod(map(int, shape)))
+        raise ContractError(f"num_states: {shape[0]} states take {size} bytes: more than there are") from None
 
 
 def _last_rows(row_offsets: np.ndarray, counts: Sequence[int]) -> np.ndarray:

@@ -1,7 +1,7 @@
 """A known prefix as a file: its tokens, and K and V of its pages, which only the model that computed them can use.
 
 A safetensors file with two tensors, `tokens` `[n * page_size]` int64 and `pages` `[n, ...]`, the bits of whole pages as
-unsigned integers. Its metadata says what they are of; a reader compares all of it, and the SHA-256 of both tensors,
+unsigned integers; of a hybrid model also `states` `[1, m]`, those of the state after the last token. Its metadata says what they are of; a reader compares all of it, and the SHA-256 of both tensors,
 which tells damage. With a key it is an HMAC of metadata and tensors instead, which tells who wrote it.
 """
 
@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,13 +36,33 @@ _REQUEST = ("file", 0)
 """The request that holds a file's pages while it is saved or loaded; one at a time."""
 
 Bits = npt.NDArray[Any]
-"""Whole pages, `[n, ...]`, their elements as unsigned integers."""
+"""Whole pages or states, `[n, ...]`, their elements as unsigned integers."""
+
+
+class BitsKind(NamedTuple):
+    """The kind of `Bits`."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    """Of each of them."""
+
+    def check(self, name: str, what: str, bits: Bits) -> None:
+        """Refuses other bits; `name` is the file that has them.
+
+        Raises:
+            CheckpointError: their dtype or shape is another one.
+        """
+        if bits.dtype != self.dtype or bits.ndim != 1 + len(self.shape) or bits.shape[1:] != self.shape:
+            found = f"{bits.dtype} {list(bits.shape)}, expected {self.dtype} [n, *{self.shape}]"
+            raise CheckpointError(f"{name}: {what} are {found}")
 
 
 class PagedModel(Protocol):
     """The part of a model that a file depends on (`model.DecoderModel`)."""
 
     page_size: int
+    num_states: int
+    """Slots of state; 0 where no layer is recurrent."""
 
     @property
     def digest(self) -> str:
@@ -67,6 +87,19 @@ class PagedModel(Protocol):
         """Replaces some pages by what `read_pages` gave."""
         ...
 
+    @property
+    def state_size(self) -> int:
+        """Elements of a state, all float32."""
+        ...
+
+    def read_states(self, slots: Sequence[int]) -> Bits:
+        """The bits of some slots of state."""
+        ...
+
+    def write_states(self, slots: Sequence[int], bits: Bits) -> None:
+        """Replaces some slots of state by what `read_states` gave."""
+        ...
+
 
 def save_prefix(
     path: Path | str,
@@ -86,7 +119,8 @@ def save_prefix(
         count = prefixes.hold(_REQUEST, tokens, namespace)
         if count == 0:
             raise ContractError("prompt: no page of it is in the cache")
-        write_prefix(path, model, tokens[:count], prefixes.pool.pages(_REQUEST), key)
+        pool = prefixes.pool
+        write_prefix(path, model, tokens[:count], pool.pages(_REQUEST), key, pool.state(_REQUEST))
     return count
 
 
@@ -99,11 +133,15 @@ def load_prefix(
         PoolExhausted: too few pages are free or cached.
         CheckpointError: as `read_prefix`.
     """
-    tokens, bits = read_prefix(path, model, key)
+    tokens, bits, state = read_prefix(path, model, key)
     with _own_request(prefixes):
-        pages = prefixes.pool.start(_REQUEST, len(tokens))
+        pages, states = prefixes.pool.start(_REQUEST, len(tokens)), {}
+        if state is not None:
+            slots = prefixes.pool.take_states(_REQUEST, 1)
+            model.write_states(slots, state)
+            states = {len(tokens): slots[0]}
         model.write_pages(pages, bits)
-        prefixes.store(_REQUEST, tokens, namespace)
+        prefixes.store(_REQUEST, tokens, namespace, states=states)
     return len(tokens)
 
 
@@ -120,7 +158,12 @@ def _own_request(prefixes: PrefixCache) -> Iterator[None]:
 
 
 def write_prefix(
-    path: Path | str, model: PagedModel, tokens: Sequence[int], pages: Sequence[int], key: bytes | None = None
+    path: Path | str,
+    model: PagedModel,
+    tokens: Sequence[int],
+    pages: Sequence[int],
+    key: bytes | None = None,
+    state: int | None = None,
 ) -> None:
     """Writes the file, whole or not at all.
 
@@ -130,13 +173,15 @@ def write_prefix(
         tokens: As many as the pages hold.
         pages: Full pages, in the order of the tokens.
         key: The key of the digest.
+        state: The slot of the state after the tokens, of a hybrid model.
 
     Raises:
         ContractTypeError: `path` is no path.
         CheckpointError: the file cannot be written.
     """
     target = checkpoint_path(path)
-    tensors, metadata = _contents(tokens, model.read_pages(pages), expected(model), key)
+    states = None if state is None else model.read_states([state])
+    tensors, metadata = _contents(tokens, model.read_pages(pages), expected(model), key, states)
     try:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as folder:
             made = Path(folder) / "prefix"
@@ -146,8 +191,8 @@ def write_prefix(
         raise CheckpointError(f"{printable(target)}: cannot be written: {error}") from None
 
 
-def read_prefix(path: Path | str, model: PagedModel, key: bytes | None = None) -> tuple[list[int], Bits]:
-    """The tokens of a file, and the bits of their pages `[n, ...]`.
+def read_prefix(path: Path | str, model: PagedModel, key: bytes | None = None) -> tuple[list[int], Bits, Bits | None]:
+    """The tokens of a file, the bits of their pages `[n, ...]` and, of a hybrid model, those of the state after them.
 
     Raises:
         ContractTypeError: `path` is no path.
@@ -158,14 +203,17 @@ def read_prefix(path: Path | str, model: PagedModel, key: bytes | None = None) -
     try:
         with open_regular(file) as regular, safe_open(path_of(regular), framework="numpy") as opened:
             metadata = opened.metadata() or {}
-            _check_metadata(name, metadata, expected(model), opened.keys())
-            tokens, pages = opened.get_tensor("tokens"), opened.get_tensor("pages")
+            names = ("tokens", "pages", "states") if model.num_states else ("tokens", "pages")
+            _check_metadata(name, metadata, expected(model), opened.keys(), names)
+            tokens, pages, *states = map(opened.get_tensor, names)
     except CheckpointError:
         raise
     except (OSError, SafetensorError, ValueError, TypeError) as error:
         raise CheckpointError(f"{name}: cannot be read: {printable(error)}") from None
-    _check_tensors(name, metadata, tokens, pages, model, expected(model), key)
-    return tokens.tolist(), pages
+    for state in states:
+        state_bits(model).check(name, "states", state)
+    _check_tensors(name, metadata, tokens, pages, page_bits(model), model.page_size, expected(model), key, states)
+    return tokens.tolist(), pages, states[0] if states else None
 
 
 def pack(tokens: npt.NDArray[np.int64], bits: Bits, said: Mapping[str, str]) -> bytes:
@@ -174,8 +222,10 @@ def pack(tokens: npt.NDArray[np.int64], bits: Bits, said: Mapping[str, str]) -> 
     return save(tensors, metadata)
 
 
-def unpack(name: str, data: bytes, model: PagedModel, said: Mapping[str, str]) -> tuple[npt.NDArray[np.int64], Bits]:
-    """The tokens and the pages `[n, ...]` of what `pack` gave.
+def unpack(
+    name: str, data: bytes, kind: BitsKind, page_size: int, said: Mapping[str, str]
+) -> tuple[npt.NDArray[np.int64], Bits]:
+    """The tokens and the pages `[n, ...]`, or states, of what `pack` gave.
 
     Raises:
         CheckpointError: as `read_prefix`; messages call the file `name`.
@@ -183,31 +233,38 @@ def unpack(name: str, data: bytes, model: PagedModel, said: Mapping[str, str]) -
     try:
         tensors = load(data)
         metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
-        _check_metadata(name, metadata, said, tensors)
+        _check_metadata(name, metadata, said, tensors, ("tokens", "pages"))
     except CheckpointError:
         raise
     except Exception as error:  # damage of any kind, as several parsers tell it
         raise CheckpointError(f"{name}: cannot be read: {printable(error)}") from None
-    _check_tensors(name, metadata, tensors["tokens"], tensors["pages"], model, said, None)
+    _check_tensors(name, metadata, tensors["tokens"], tensors["pages"], kind, page_size, said, None)
     return tensors["tokens"], tensors["pages"]
 
 
 def _contents(
-    tokens: Sequence[int] | npt.NDArray[np.int64], bits: Bits, said: Mapping[str, str], key: bytes | None
+    tokens: Sequence[int] | npt.NDArray[np.int64],
+    bits: Bits,
+    said: Mapping[str, str],
+    key: bytes | None,
+    states: Bits | None = None,
 ) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]]:
     """The tensors and the metadata of a file."""
     tensors = {"tokens": np.asarray(tokens, np.int64), "pages": bits}
-    digest = _digest(said, tensors["tokens"], bits, key)
+    digest = _digest(said, tensors["tokens"], bits, key, () if states is None else (states,))
+    tensors |= {} if states is None else {"states": states}
     return tensors, {**said, _PLAIN if key is None else _KEYED: digest}
 
 
-def _check_metadata(name: str, metadata: Mapping[str, str], said: Mapping[str, str], tensors: Iterable[str]) -> None:
+def _check_metadata(
+    name: str, metadata: Mapping[str, str], said: Mapping[str, str], tensors: Iterable[str], expected: Sequence[str]
+) -> None:
     for field, value in said.items():
         if metadata.get(field) != value:
             found = printable(repr(metadata.get(field)))
             raise CheckpointError(f"{name}: {field} is {found}, that of this model is {value!r}")
-    if sorted(tensors) != ["pages", "tokens"]:
-        raise CheckpointError(f"{name}: holds other tensors than tokens and pages")
+    if sorted(tensors) != sorted(expected):
+        raise CheckpointError(f"{name}: holds other tensors than {' and '.join(expected)}")
 
 
 def _check_tensors(
@@ -215,27 +272,32 @@ def _check_tensors(
     metadata: Mapping[str, str],
     tokens: npt.NDArray[Any],
     pages: Bits,
-    model: PagedModel,
+    kind: BitsKind,
+    page_size: int,
     said: Mapping[str, str],
     key: bytes | None,
+    states: Sequence[Bits] = (),
 ) -> None:
-    bits, shape = page_bits(model)
-    if pages.dtype != bits or pages.ndim != 1 + len(shape) or pages.shape[1:] != shape:
-        raise CheckpointError(f"{name}: pages are {pages.dtype} {list(pages.shape)}, expected {bits} [n, *{shape}]")
-    if tokens.dtype != np.int64 or tokens.shape != (len(pages) * model.page_size,):
+    kind.check(name, "pages", pages)
+    if tokens.dtype != np.int64 or tokens.shape != (len(pages) * page_size,):
         raise CheckpointError(f"{name}: {list(tokens.shape)} tokens of {tokens.dtype} for {len(pages)} pages")
     if (key is None) == (_KEYED in metadata):
         raise CheckpointError(f"{name}: was saved {'without a' if key is not None else 'with a'} key")
     digest = str(metadata.get(_PLAIN if key is None else _KEYED, ""))
-    if not hmac.compare_digest(digest.encode(errors="replace"), _digest(said, tokens, pages, key).encode()):
+    if not hmac.compare_digest(digest.encode(errors="replace"), _digest(said, tokens, pages, key, states).encode()):
         kind = "SHA-256 than it says" if key is None else "HMAC than it says, or the key is another"
         raise CheckpointError(f"{name}: is damaged: its content has another {kind}")
 
 
-def page_bits(model: PagedModel) -> tuple[np.dtype[Any], tuple[int, ...]]:
+def page_bits(model: PagedModel) -> BitsKind:
     """The unsigned integers that a page's elements are kept as, and its shape."""
     dtype, shape = model.page_kind
-    return np.dtype(f"uint{8 * _itemsize(dtype)}"), shape
+    return BitsKind(np.dtype(f"uint{8 * _itemsize(dtype)}"), shape)
+
+
+def state_bits(model: PagedModel) -> BitsKind:
+    """The same of a state."""
+    return BitsKind(np.dtype(np.uint32), (model.state_size,))
 
 
 def expected(model: PagedModel) -> dict[str, str]:
@@ -254,14 +316,17 @@ def _itemsize(dtype: str) -> int:
     return {"float32": 4, "bfloat16": 2, "float16": 2}.get(dtype, 1)
 
 
-def _digest(said: Mapping[str, str], tokens: npt.NDArray[Any], pages: Bits, key: bytes | None) -> str:
+def _digest(
+    said: Mapping[str, str], tokens: npt.NDArray[Any], pages: Bits, key: bytes | None, states: Sequence[Bits] = ()
+) -> str:
     """Return the digest of all a file says and holds; without a key, of what it holds."""
     if key is None:
         found: Any = hashlib.sha256()
     else:
         found = hmac.new(key, json.dumps([dict(said), list(pages.shape)], sort_keys=True).encode(), hashlib.sha256)
     found.update(np.ascontiguousarray(tokens).data)
-    found.update(np.ascontiguousarray(pages).data)
+    for bits in (pages, *states):
+        found.update(np.ascontiguousarray(bits).data)
     return str(found.hexdigest())
 
 

@@ -173,6 +173,12 @@ class Sample:
     """The disk tier's root for its request, and the digests of its first full pages; empty where it keeps none."""
     offered: int = 0
     """The number of them that the disk tier was offered."""
+    saves: dict[int, int] = field(default_factory=dict)
+    """In a hybrid model, the slots of its states in the step under way, by how many of its tokens came before."""
+    edges: set[int] = field(default_factory=set)
+    """The ends of pages of what it began with at which a state is kept for other prompts (`states`)."""
+    passing: int | None = None
+    """The end of a page of its text whose state is known, until that of the next one is."""
     luck: Luck = field(default_factory=Luck)
     """The share of drafted tokens that were right."""
     history: History = field(init=False)

@@ -3,54 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Collection
 from typing import Any
 
 from paged_kv.arguments import shown
 from paged_kv.errors import IntegrityError
-from paged_kv.pool.state import PoolState
+from paged_kv.pool.state import PoolState, RequestPages
+from paged_kv.pool.units import Units
 
 
 def check_state(state: PoolState) -> None:
-    """Checks that each page is free, cached or owned, and that requests have the pages that they need.
+    """Checks that each page and each slot of state is free, cached or owned, and that requests have the pages that they
+    need.
 
     Raises:
         IntegrityError: names the first violation found.
     """
-    holder_of: dict[int, str] = {}
-    for holder, pages in (("the free list", state.returned), ("the list of cached pages", state.cached)):
-        for page in pages:
-            _check_page(state, holder, page)
-            if page in holder_of:
-                raise _held_twice(page, holder_of[page], holder)
-            holder_of[page] = holder
-    _check_owners(state, holder_of)
-    for page in range(state.fresh):
-        if page not in holder_of:
-            raise IntegrityError(f"page {page} is leaked: neither free nor held by a request")
-    for page in state.cached:
-        if page not in state.known:
-            raise IntegrityError(f"page {page} is cached, and its content is not known")
-    for page in state.known:
-        if holder_of.get(page, "the free list") == "the free list":
-            raise IntegrityError(f"the content of page {page} is known, and it is free")
-
-
-def _check_owners(state: PoolState, holder_of: dict[int, str]) -> None:
-    """Checks the requests and how many own each page; adds their pages to `holder_of`."""
-    owners: Counter[int] = Counter()
-    for request_id, request in state.requests.items():
-        holder = f"request {shown(request_id)}"
-        for page in request.owned():
-            _check_page(state, holder, page)
-            if page in holder_of and owners[page] >= (state.shared.get(page, 1) if owners[page] else 0):
-                raise _held_twice(page, holder_of[page], holder)
-            owners[page] += 1
-            holder_of[page] = holder
-        if len(set(request.owned())) != len(request.owned()):
-            raise IntegrityError(f"{holder} holds a page twice")
-    for page, count in state.shared.items():
-        if count < 2 or owners[page] != count:
-            raise IntegrityError(f"page {page} counts {count} owners and has {owners[page]}")
+    _check_units("page", "pages", state, state.pages, RequestPages.owned)
+    _check_units("slot", "slots of state", state, state.states, RequestPages.owned_states)
+    for page, slot in state.checkpoints.items():
+        if page not in state.pages.known:
+            raise IntegrityError(f"page {page} has the checkpoint {slot}, and its content is not known")
+    if {page: slot for slot, page in state.states.known.items()} != state.checkpoints:
+        raise IntegrityError("the checkpoints of pages are not the slots that are known")
     for request_id, request in state.requests.items():
         length = request.length
         if length < 0:
@@ -62,12 +37,48 @@ def _check_owners(state: PoolState, holder_of: dict[int, str]) -> None:
             )
 
 
-def _check_page(state: PoolState, holder: str, page: Any) -> None:
-    if type(page) is not int or not 0 <= page < state.num_pages:
-        raise IntegrityError(f"{holder} holds page {page!r}, not one of the pool's {state.num_pages} pages")
-    if page >= state.fresh:
-        raise _held_twice(page, "the free list", holder)
+def _check_units(
+    one: str, many: str, state: PoolState, units: Units, owned: Callable[[RequestPages], Collection[int]]
+) -> None:
+    """Checks that each number of one kind is in one place."""
+    holder_of: dict[int, str] = {}
+
+    def check(holder: str, unit: Any) -> None:
+        if type(unit) is not int or not 0 <= unit < units.count:
+            raise IntegrityError(f"{holder} holds {one} {unit!r}, not one of the pool's {units.count} {many}")
+        if unit >= units.fresh:
+            raise _held_twice(one, unit, "the free list", holder)
+
+    for holder, held in (("the free list", units.returned), (f"the list of cached {many}", units.cached)):
+        for unit in held:
+            check(holder, unit)
+            if unit in holder_of:
+                raise _held_twice(one, unit, holder_of[unit], holder)
+            holder_of[unit] = holder
+    owners: Counter[int] = Counter()
+    for request_id, request in state.requests.items():
+        holder, mine = f"request {shown(request_id)}", owned(request)
+        for unit in mine:
+            check(holder, unit)
+            if unit in holder_of and owners[unit] >= (units.shared.get(unit, 1) if owners[unit] else 0):
+                raise _held_twice(one, unit, holder_of[unit], holder)
+            owners[unit] += 1
+            holder_of[unit] = holder
+        if len(set(mine)) != len(mine):
+            raise IntegrityError(f"{holder} holds a {one} twice")
+    for unit, count in units.shared.items():
+        if count < 2 or owners[unit] != count:
+            raise IntegrityError(f"{one} {unit} counts {count} owners and has {owners[unit]}")
+    for unit in range(units.fresh):
+        if unit not in holder_of:
+            raise IntegrityError(f"{one} {unit} is leaked: neither free nor held by a request")
+    for unit in units.cached:
+        if unit not in units.known:
+            raise IntegrityError(f"{one} {unit} is cached, and its content is not known")
+    for unit in units.known:
+        if holder_of.get(unit, "the free list") == "the free list":
+            raise IntegrityError(f"the content of {one} {unit} is known, and it is free")
 
 
-def _held_twice(page: int, one: str, other: str) -> IntegrityError:
-    return IntegrityError(f"page {page} is held twice: by {one} and by {other}")
+def _held_twice(one: str, unit: int, here: str, there: str) -> IntegrityError:
+    return IntegrityError(f"{one} {unit} is held twice: by {here} and by {there}")

@@ -7,12 +7,13 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-from paged_kv.arguments import LARGEST_INDEX, integer
+from paged_kv.arguments import LARGEST_INDEX, integer, shown
 from paged_kv.errors import ContractError, PoolExhausted
 from paged_kv.options import NO_PAGE
 from paged_kv.pool.events import Events, Listener, PageEvent
 from paged_kv.pool.integrity import check_state
-from paged_kv.pool.state import Contents, PoolState, RequestPages, Stored, name_of
+from paged_kv.pool.state import PoolState, Remembered, RequestPages, name_of
+from paged_kv.pool.units import Units
 
 __all__ = ["Copy", "Counts", "PageEvent", "PagePool", "pages_needed"]
 
@@ -25,6 +26,15 @@ Copy = Callable[[int, int], Any]
 """Copies page `source` to page `target`: K, V and every layer."""
 Write = Callable[[int, tuple[int, ...]], Any]
 """Stores new tokens: called with the slot in the first page that they begin at, and the pages."""
+
+
+class Known(NamedTuple):
+    """What is known of a pool's memory."""
+
+    pages: Mapping[int, Any]
+    """The prefix cache's record of the tokens of each known page."""
+    checkpoints: Mapping[int, int] | None
+    """The slot of the state at the end of a page, where it is known; None of a pool without slots."""
 
 
 class Counts(NamedTuple):
@@ -101,21 +111,27 @@ class PagePool:
         (False, 3)
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, num_states: int = 0) -> None:
         pages = integer("num_pages", num_pages, 0, LARGEST_INDEX)
-        self._state = PoolState(pages, integer("page_size", page_size, 1, LARGEST_INDEX))
+        states = integer("num_states", num_states, 0, LARGEST_INDEX)
+        self._state = PoolState(pages, integer("page_size", page_size, 1, LARGEST_INDEX), states)
         self._events = Events()
         self._lock = threading.RLock()
 
     @property
     def num_pages(self) -> int:
         """Pages in the pool: free, cached and used."""
-        return self._state.num_pages
+        return self._state.pages.count
 
     @property
     def page_size(self) -> int:
         """Token slots in a page."""
         return self._state.page_size
+
+    @property
+    def num_states(self) -> int:
+        """Slots of state in the pool: free, cached and used."""
+        return self._state.states.count
 
     @property
     def num_free(self) -> int:
@@ -135,8 +151,12 @@ class PagePool:
     @operation
     def count(self) -> Counts:
         """Return how many pages are free, cached and used, at one moment."""
-        free, cached = self._state.num_free(), len(self._state.cached)
-        return Counts(free, cached, self._state.num_pages - free - cached)
+        return _count(self._state.pages)
+
+    @operation
+    def count_states(self) -> Counts:
+        """The same of slots of state; those that are cached are checkpoints."""
+        return _count(self._state.states)
 
     @operation
     def listen(self, listener: Listener) -> None:
@@ -169,15 +189,16 @@ class PagePool:
         self,
         request_id: Hashable,
         num_tokens: int | None = 0,
-        find_prefix: Callable[[Mapping[int, Any]], Sequence[int]] | None = None,
+        find_prefix: Callable[[Known], Sequence[int]] | None = None,
     ) -> tuple[int, ...]:
         """Adds a request with a prompt of `num_tokens` tokens and returns its pages, in token order.
 
         Args:
             request_id: The request.
             num_tokens: Its tokens; with `find_prefix`, None for those of the pages found.
-            find_prefix: For `PrefixCache`: chooses the pages that the request begins with, from the known pages and the
-                records of their content. It must not call the pool.
+            find_prefix: For `PrefixCache`: chooses the pages that the request begins with, from what is known; where
+                the pool has slots of state, the last of them has a checkpoint, which becomes the request's state. It
+                must not call the pool.
 
         Raises:
             RequestError: the request has been started and not freed.
@@ -186,7 +207,7 @@ class PagePool:
             ContractError: `num_tokens` is negative, or `request_id` does not equal itself.
         """
         request = self._state.new(request_id)
-        prefix = find_prefix(self._state.known) if find_prefix else ()
+        prefix = find_prefix(self._known()) if find_prefix else ()
         if find_prefix and num_tokens is None:
             count = len(prefix) * self._state.page_size
         else:
@@ -233,7 +254,7 @@ class PagePool:
 
     @operation
     def fork(self, request_id: Hashable, new_id: Hashable) -> None:
-        """Starts request `new_id` with all tokens and pages of `request_id`; both own them.
+        """Starts request `new_id` with all tokens, pages and the state of `request_id`; both own them.
 
         Where the last page is not full, the first of them that lengthens gets a copy of it (`reserve`).
 
@@ -244,10 +265,11 @@ class PagePool:
         state = self._state
         parent, child = state.find(request_id), state.new(new_id)
         child.length, child.pages = parent.length, list(parent.pages)
-        child.dropped, child.stored = parent.dropped, parent.stored
+        child.dropped, child.stored, child.state = parent.dropped, parent.stored, parent.state
         with state:
             state.requests[new_id] = child
-            state.own(child.owned())
+            state.pages.own(child.owned())
+            state.states.own(child.owned_states())
         self._events.add("shared", new_id, child.owned())
 
     @operation
@@ -270,7 +292,7 @@ class PagePool:
                 request.stored = None  # `remember` finds it again
             request.length = length
             del request.pages[held:]
-            self._state.release(leaving)
+            self._state.pages.release(leaving)
         self._events.add("released", request_id, leaving)
 
     @operation
@@ -292,42 +314,49 @@ class PagePool:
         with self._state:
             begin, request.dropped = request.dropped, end
             request.pages[begin:end] = [NO_PAGE] * len(leaving)
-            self._state.release(leaving)
+            self._state.pages.release(leaving)
         self._events.add("released", request_id, leaving)
         return len(leaving)
 
     @operation
     def free(self, request_id: Hashable) -> None:
-        """Forgets a request. Pages that it alone owned return to the pool, its first page on top of the free list.
+        """Forgets a request. Pages and slots that it alone owned return to the pool, its first page on top of the free
+        list.
 
         Raises:
             RequestError: the request is unknown, or was freed before.
             ContractTypeError: `request_id` is not hashable.
         """
-        leaving = self._state.find(request_id).owned()
+        request = self._state.find(request_id)
+        leaving, slots = request.owned(), request.owned_states()
         with self._state:
             del self._state.requests[request_id]
-            self._state.release(leaving)
+            self._state.pages.release(leaving)
+            self._state.states.release(slots)
         self._events.add("released", request_id, leaving)
 
     @operation
-    def remember(
-        self, request_id: Hashable, choose: Callable[[RequestPages, Mapping[int, Any]], tuple[Contents, Stored]]
-    ) -> int:
+    def remember(self, request_id: Hashable, choose: Callable[[RequestPages, Known], Remembered]) -> int:
         """Makes the content of some of a request's pages known. For `PrefixCache`.
 
         Args:
             request_id: The request.
-            choose: Takes the request and the known pages with their records; returns the contents that become known
-                and the number of the request's pages that are known then. It must not call the pool.
+            choose: Takes the request and what is known; returns what becomes known, and the number of the request's
+                pages that are known then. It must not call the pool.
 
         Returns:
             That number. Raises as `free`, and what `choose` raises.
         """
-        request = self._state.find(request_id)
-        contents, stored = choose(request, self._state.known)
-        self._state.known.update(contents)
-        request.stored = stored
+        state, request = self._state, self._state.find(request_id)
+        contents, stored, checkpoints, passed = choose(request, self._known())
+        with state:
+            state.pages.known.update(contents)
+            request.stored = stored
+            given_up = [state.checkpoints[page] for page in passed if page in state.checkpoints]
+            state.forget_states([slot for slot in given_up if slot in state.states.cached])
+            for page, slot in checkpoints.items():
+                if page not in state.checkpoints and slot not in state.states.known:
+                    state.states.known[slot], state.checkpoints[page] = page, slot
         self._events.add("stored", request_id, (page for page, _ in contents))
         return 0 if stored is None else stored[0]
 
@@ -337,9 +366,64 @@ class PagePool:
         return {key: tuple(pages) for key, request in self._state.requests.items() if (pages := request.owned())}
 
     @operation
-    def look(self, function: Callable[[Mapping[int, Any]], _T]) -> _T:
-        """`function` of the known pages with their records. For `PrefixCache`."""
-        return function(self._state.known)
+    def look(self, function: Callable[[Known], _T]) -> _T:
+        """`function` of what is known. For `PrefixCache`."""
+        return function(self._known())
+
+    @operation
+    def state(self, request_id: Hashable) -> int | None:
+        """The slot of a request's state; None where it has none. Raises as `free`."""
+        return self._state.find(request_id).state
+
+    @operation
+    def take_states(self, request_id: Hashable, wanted: int, least: int = 1) -> tuple[int, ...]:
+        """Gives a request slots for the states that its next step saves: as many as there are, up to `wanted`.
+
+        The last of them is the slot of its state, if no other request and no prefix has that: it is replaced in place.
+        Those that were taken for an earlier step and not kept go back first.
+
+        Raises:
+            RequestError: the request is unknown.
+            PoolExhausted: there are fewer than `least`; the request has what it had.
+            ContractTypeError, ContractError: a number is no integer, or negative; `wanted` is less than `least`.
+        """
+        request, slots = self._state.find(request_id), self._state.states
+        least = integer(f"{name_of(request_id)}: least", least, 0, _LARGEST_INT64)
+        wanted = integer(f"{name_of(request_id)}: wanted", wanted, least, _LARGEST_INT64)
+        own = request.state
+        earlier = [slot for slot in request.saves if slot != own]
+        in_place = own is not None and own not in slots.shared and own not in slots.known and wanted > 0
+        there = slots.num_free() + len(slots.cached) + len(earlier)
+        count = min(wanted - in_place, there)
+        if count + in_place < least:
+            raise PoolExhausted(
+                f"{name_of(request_id)}: {least} slots of state are needed, {there + in_place} of {slots.count} are"
+                f" free, cached or its own"
+            )
+        with self._state:
+            request.saves = []
+            slots.release(earlier)
+            if (missing := count - slots.num_free()) > 0:
+                self._state.forget_states(slots.cached.first(missing))
+            taken = [*slots.take(count), *((own,) if in_place and own is not None else ())]
+            request.saves = taken
+        return tuple(taken)
+
+    @operation
+    def keep_state(self, request_id: Hashable, slot: int | None) -> None:
+        """Says that a request's state is in one of the slots that it has, or that it has none; the others go back.
+
+        Raises:
+            RequestError: the request is unknown.
+            ContractError: it does not have the slot.
+        """
+        request = self._state.find(request_id)
+        owned = request.owned_states()
+        if slot is not None and slot not in owned:
+            raise ContractError(f"{name_of(request_id)}: slot must be one of its states {owned}, not {shown(slot)}")
+        with self._state:
+            request.state, request.saves = slot, []
+            self._state.states.release(owned - {slot})
 
     @operation
     def forget(self) -> int:
@@ -347,15 +431,15 @@ class PagePool:
 
         Returns the number of pages whose content was known.
         """
-        known = tuple(self._state.known)
+        known = tuple(self._state.pages.known)
         with self._state:
             self._forget(known)
         return len(known)
 
     @operation
     def check_integrity(self) -> None:
-        """Checks that each page is free, cached, or owned by as many requests as its count says, and that each request
-        has the pages it needs. It costs O(pages that were ever owned).
+        """Checks that each page and each slot of state is free, cached, or owned by as many requests as its count says,
+        and that each request has the pages it needs. It costs O(pages that were ever owned).
 
         Raises:
             IntegrityError: names the first violation found.
@@ -364,6 +448,9 @@ class PagePool:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_state": self._snapshot()}
+
+    def _known(self) -> Known:
+        return Known(self._state.pages.known, self._state.checkpoints if self.num_states else None)
 
     @operation
     def _snapshot(self) -> PoolState:
@@ -390,7 +477,7 @@ class PagePool:
         state, size, length = self._state, self._state.page_size, request.length + num_tokens
         held = len(request.pages)  # pages that stay
         last = request.pages[-1] if num_tokens and request.length % size else None  # a page that is written to
-        source = last if last in state.shared else None
+        source = last if last in state.pages.shared else None
         if source is not None:
             held -= 1
         needed = -(-length // size) - held - len(prefix)
@@ -401,13 +488,16 @@ class PagePool:
                 f" copy, which copies it"
             )
         with state:
-            state.own(prefix)
+            state.pages.own(prefix)
+            if prefix and state.states.count:
+                request.state = state.checkpoints[prefix[-1]]
+                state.states.own([request.state])
             if missing:
-                self._forget(state.cached.first(missing))
-            new = state.take(needed)
+                self._forget(state.pages.cached.first(missing))
+            new = state.pages.take(needed)
             if source is not None and copy is not None:
                 copy(source, new[0])
-            elif last in state.known:
+            elif last in state.pages.known:
                 self._forget([last])
             if write is not None:
                 first, slot = divmod(request.length, size)
@@ -415,7 +505,7 @@ class PagePool:
             request.pages[held:] = [*prefix, *new]
             request.length = length  # from here on they count
             if source is not None:
-                state.release([source])
+                state.pages.release([source])
             state.requests[request_id] = request
         self._events.add("hit", request_id, prefix)
         if source is not None:
@@ -429,21 +519,26 @@ class PagePool:
         Raises:
             PoolExhausted: there are not so many.
         """
-        state, free = self._state, self._state.num_free()
+        pages, free = self._state.pages, self._state.pages.num_free()
         if needed <= free:
             return 0
-        spare = len(state.cached) - sum(page in state.cached for page in prefix)
+        spare = len(pages.cached) - sum(page in pages.cached for page in prefix)
         if needed - free > spare:
-            cached = f" and {spare} cached" if state.cached else ""
+            cached = f" and {spare} cached" if pages.cached else ""
             raise PoolExhausted(
                 f"{name_of(request_id)}: num_tokens={num_tokens} needs {needed} more pages,"
-                f" {free} of {state.num_pages} are free{cached}"
+                f" {free} of {pages.count} are free{cached}"
             )
         return needed - free
 
     def _forget(self, pages: Sequence[int]) -> None:
         self._state.forget(pages)
         self._events.add("evicted", None, pages)
+
+
+def _count(units: Units) -> Counts:
+    free, cached = units.num_free(), len(units.cached)
+    return Counts(free, cached, units.count - free - cached)
 
 
 def _token_count(request_id: Hashable, num_tokens: int | None) -> int:

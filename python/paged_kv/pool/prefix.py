@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -16,8 +17,8 @@ import numpy.typing as npt
 
 from paged_kv.arguments import shown
 from paged_kv.errors import ContractError, ContractTypeError
-from paged_kv.pool.page_pool import PagePool
-from paged_kv.pool.state import Contents, RequestPages, Stored, name_of
+from paged_kv.pool.page_pool import Known, PagePool
+from paged_kv.pool.state import Contents, Remembered, RequestPages, Stored, name_of
 
 HashFunction = Callable[[int, bytes], int]
 """From the hash of the pages before, and a page's tokens as int64, to the hash of them all."""
@@ -93,13 +94,22 @@ class PrefixCache:
         return found
 
     def match(self, tokens: Sequence[int] | npt.NDArray[Any], namespace: Hashable = None) -> int:
-        """Return how many of a prompt's leading tokens are known now: whole pages, and never all tokens.
+        """Return how many of a prompt's leading tokens are known now: whole pages, and never all tokens; where the pool
+        has slots of state, up to a page with a checkpoint.
 
         Raises:
             ContractTypeError: `tokens` is no list of integers, or `namespace` is not hashable.
         """
         start, prompt = self.namespace(namespace), _checked_tokens(tokens)
         found = self._pool.look(lambda known: self._find(start, prompt, known))
+        return len(found) * self._pool.page_size
+
+    def reach(self, tokens: Sequence[int] | npt.NDArray[Any], namespace: Hashable = None) -> int:
+        """Return how many of a prompt's leading tokens are in known pages, where there is a checkpoint at their end
+        and where not. Raises as `match`.
+        """
+        start, prompt = self.namespace(namespace), _checked_tokens(tokens)
+        found = self._pool.look(lambda known: self._find(start, prompt, Known(known.pages, None)))
         return len(found) * self._pool.page_size
 
     def start(self, request_id: Hashable, tokens: Sequence[int] | npt.NDArray[Any], namespace: Hashable = None) -> int:
@@ -113,7 +123,7 @@ class PrefixCache:
         start, prompt = self.namespace(namespace), _checked_tokens(tokens)
         found: list[int] = []
 
-        def find(known: Mapping[int, Any]) -> list[int]:
+        def find(known: Known) -> list[int]:
             found.extend(self._find(start, prompt, known))
             return found
 
@@ -130,26 +140,76 @@ class PrefixCache:
         pages = self._pool.start(request_id, None, lambda known: self._find(start, longer, known))
         return len(pages) * self._pool.page_size
 
-    def store(self, request_id: Hashable, tokens: Sequence[int] | npt.NDArray[Any], namespace: Hashable = None) -> int:
+    def store(
+        self,
+        request_id: Hashable,
+        tokens: Sequence[int] | npt.NDArray[Any],
+        namespace: Hashable = None,
+        *,
+        states: Mapping[int, int] = MappingProxyType({}),
+        instead_of: int | None = None,
+    ) -> int:
         """Says that the request's first tokens are `tokens` and that their K and V are in its pages.
 
         Full pages are known from then on. A request calls it again as it grows, with all its tokens; this looks at the
         new pages alone. A page whose tokens are known in another page stays the request's own.
 
+        Args:
+            request_id: The request.
+            tokens: Its tokens from the first on.
+            namespace: Where they are known.
+            states: Slots of the request's states by the number of tokens before them: ends of pages. Each becomes the
+                checkpoint of the known page there, if that has none.
+            instead_of: The number of tokens before a checkpoint of an earlier call, which is given up if no request has
+                it.
+
         Returns the number of tokens in pages that are known now, of this request or another.
 
         Raises:
             RequestError: the request is unknown.
-            ContractError: it has fewer tokens, or other ones than were stored.
+            ContractError: it has fewer tokens, or other ones than were stored; `states` has a slot that it does not
+                have, or a number that is no end of a page of `tokens`.
             ContractTypeError: as `match`.
         """
         start, prompt = self.namespace(namespace), _checked_tokens(tokens)
-        done = self._pool.remember(
-            request_id, lambda request, known: self._new_records(request_id, request, start, prompt, known)
-        )
+        size = self._pool.page_size
+        for count in states:
+            if not (isinstance(count, int) and 0 < count <= len(prompt) and count % size == 0):
+                raise ContractError(
+                    f"{name_of(request_id)}: states must be at ends of pages of {size} of {len(prompt)} tokens, not at"
+                    f" {shown(count)}"
+                )
+
+        def choose(request: RequestPages, known: Known) -> Remembered:
+            if not request.owned_states() >= set(states.values()):
+                raise ContractError(f"{name_of(request_id)}: states has slots {shown(states)} that are not its own")
+            contents, stored = self._new_records(request_id, request, start, prompt, known.pages)
+            edges = [*states, *(() if instead_of is None else (instead_of,))]
+            pages = _pages_at(stored, [count // size for count in edges])
+            checkpoints = {pages[count // size]: slot for count, slot in states.items() if count // size in pages}
+            passed = [] if instead_of is None or instead_of // size not in pages else [pages[instead_of // size]]
+            return Remembered(contents, stored, checkpoints, passed)
+
+        done = self._pool.remember(request_id, choose)
         if len(self._records) > 2 * self._pool.num_pages + 64:
             self._sweep()
         return done * self._pool.page_size
+
+    def checkpoint(self, request_id: Hashable, num_tokens: int) -> int | None:
+        """Return the slot of the checkpoint after the first `num_tokens` tokens of a request, which it has stored; None
+        where there is none. Raises `RequestError` of an unknown request.
+        """
+        slot: int | None = None
+        at = num_tokens // self._pool.page_size
+
+        def look(request: RequestPages, known: Known) -> Remembered:
+            nonlocal slot
+            page = _pages_at(request.stored, [at]).get(at)
+            slot = None if known.checkpoints is None or page is None else known.checkpoints.get(page)
+            return Remembered((), request.stored)
+
+        self._pool.remember(request_id, look)
+        return slot
 
     def clear(self) -> int:
         """Forgets all prefixes, as after a change of the weights; requests keep their pages.
@@ -160,18 +220,23 @@ class PrefixCache:
         self._sweep()
         return count
 
-    def _find(self, start: Namespace, prompt: npt.NDArray[np.int64], known: Mapping[int, Any]) -> list[int]:
-        """The pages of the longest known prefix, without the one of the last token."""
+    def _find(self, start: Namespace, prompt: npt.NDArray[np.int64], known: Known) -> list[int]:
+        """The pages of the longest known prefix, without the one of the last token; up to a checkpoint where there are
+        some.
+        """
         pages: list[int] = []
+        last = 0
         before: _Record | Namespace = start
         data, width = prompt.tobytes(), 8 * self._pool.page_size
         for at in range(0, (len(prompt) - 1) // self._pool.page_size * width, width):
-            record = self._record(before, data[at : at + width], known)
+            record = self._record(before, data[at : at + width], known.pages)
             if record is None:
                 break
             pages.append(record.page)
+            if known.checkpoints is None or record.page in known.checkpoints:
+                last = len(pages)
             before = record
-        return pages
+        return pages[:last]
 
     def _record(self, before: _Record | Namespace, tokens: bytes, known: Mapping[int, Any]) -> _Record | None:
         """The record of a page of these tokens after `before`, where it is known."""
@@ -219,10 +284,21 @@ class PrefixCache:
 
     def _sweep(self) -> None:
         """Drops records that the pool holds no more."""
-        known = self._pool.look(lambda known: set(map(id, known.values())))
+        known = self._pool.look(lambda known: set(map(id, known.pages.values())))
         for key, record in list(self._records.items()):
             if id(record) not in known:
                 self._records.pop(key, None)
+
+
+def _pages_at(stored: Stored, ends: Sequence[int]) -> dict[int, int]:
+    """The pages that are the `ends`-th of a chain of records, by these numbers; those beyond it are left out."""
+    found: dict[int, int] = {}
+    if stored is not None and ends:
+        count, record = stored
+        while count and count >= min(ends):
+            found[count] = record.page
+            count, record = count - 1, record.before
+    return found
 
 
 def _default_hash(before: int, tokens: bytes) -> int:

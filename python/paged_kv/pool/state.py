@@ -1,26 +1,39 @@
-"""The allocator: which pages are free, cached and owned, by which requests.
+"""The allocator: which pages and slots of state are free, cached and owned, by which requests.
 
-The table says it all: `requests`, of which each owns the pages that its length needs, but for those it dropped, and
-`known`. Free pages, numbers of owners and the order of eviction are kept beside it for speed alone. Where an exception
-ends a change, KeyboardInterrupt for one, the next operation computes them again from the table.
+The table says it all: `requests`, of which each owns the pages that its length needs, but for those it dropped, and its
+slots; and what is known of pages and slots. Free ones, numbers of owners and the order of eviction are kept beside it
+for speed alone. Where an exception ends a change, KeyboardInterrupt for one, the next operation computes them again
+from the table.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from paged_kv.arguments import shown
 from paged_kv.errors import ContractError, ContractTypeError, RequestError
 from paged_kv.options import NO_PAGE
-from paged_kv.pool.eviction import EvictionOrder
+from paged_kv.pool.units import Units
 
 Contents = Sequence[tuple[int, Any]]
 """Pages, each with the prefix cache's record of its content."""
 Stored = tuple[int, Any] | None
 """The number of a request's pages that the prefix cache has recorded, and the record of the last one."""
+
+
+class Remembered(NamedTuple):
+    """What a prefix cache makes known of a request."""
+
+    contents: Contents
+    stored: Stored
+    checkpoints: Mapping[int, int] = MappingProxyType({})
+    """Slots of the request's states, by the known pages at whose ends they are."""
+    passed: Sequence[int] = ()
+    """Known pages whose checkpoints are given up, where no request has them."""
 
 
 @dataclass(slots=True)
@@ -34,6 +47,14 @@ class RequestPages:
     dropped: int = 0
     """Leading pages that were given back."""
     stored: Stored = None
+    state: int | None = None
+    """The slot of its state, of a hybrid model; None before its first token."""
+    saves: list[int] = field(default_factory=list)
+    """The slots that its state is saved in by the step under way; its own slot may be among them."""
+
+    def owned_states(self) -> set[int]:
+        """Its slots of state."""
+        return {*self.saves, *(() if self.state is None else (self.state,))}
 
     def owned(self) -> list[int]:
         """Its pages without holes."""
@@ -41,18 +62,17 @@ class RequestPages:
 
 
 class PoolState:
-    """The pages of a pool. Not safe for threads: `PagePool` locks. It is changed inside `with state:`."""
+    """The pages and the slots of state of a pool. Not safe for threads: `PagePool` locks. It is changed inside
+    `with state:`.
+    """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        self.num_pages = num_pages
+    def __init__(self, num_pages: int, page_size: int, num_states: int = 0) -> None:
         self.page_size = page_size
         self.requests: dict[Hashable, RequestPages] = {}
-        self.known: dict[int, Any] = {}  # the prefix cache's record of each page whose tokens are known
-        self.returned: list[int] = []  # pages that were owned and are free; the last is taken first, then fresh ones
-        self.fresh = 0  # this page and those above were never owned
-        self.cached: EvictionOrder[int] = EvictionOrder()  # known, without an owner
-        self.shared: dict[int, int] = {}  # pages with more than one owner, and how many
-        self._is_whole = True  # whether the last four follow from the table
+        self.pages = Units(num_pages)  # known by the prefix cache's record of their tokens
+        self.states = Units(num_states)  # known by the page at whose end they are the state
+        self.checkpoints: dict[int, int] = {}  # the slot of the state at the end of a known page
+        self._is_whole = True  # whether all but the requests and what is known follows from these
 
     def __enter__(self) -> None:
         self._is_whole = False
@@ -65,16 +85,16 @@ class PoolState:
         if self._is_whole:
             return
         owners: Counter[int] = Counter()
+        slots: Counter[int] = Counter()
         for request in self.requests.values():
             del request.pages[-(-request.length // self.page_size) :]
             request.pages[: request.dropped] = [NO_PAGE] * request.dropped
             owners.update(request.owned())
-        self.shared = {page: count for page, count in owners.items() if count > 1}
-        self.cached.forget([page for page in self.cached if page not in self.known])
-        self.cached.hold(owners)
-        self.cached.use([page for page in self.known if page not in owners and page not in self.cached])
-        self.fresh = 1 + max((*owners, *self.known), default=-1)
-        self.returned = [page for page in reversed(range(self.fresh)) if page not in owners and page not in self.known]
+            slots.update(request.owned_states())
+        self.pages.settle(owners)
+        self.checkpoints = {page: slot for slot, page in self.states.known.items() if page in self.pages.known}
+        self.states.known = {slot: page for page, slot in self.checkpoints.items()}
+        self.states.settle(slots)
         self._is_whole = True
 
     def look_up(self, request_id: Hashable) -> RequestPages | None:
@@ -111,44 +131,16 @@ class PoolState:
             raise ContractError(f"request_id must equal itself, {shown(request_id)} does not")
         return RequestPages()
 
-    def num_free(self) -> int:
-        """Pages that no request owns and whose tokens are not known."""
-        return self.num_pages - self.fresh + len(self.returned)
-
-    def take(self, count: int) -> list[int]:
-        """Takes free pages, of which there are enough: the one that was returned last first."""
-        kept = max(len(self.returned) - count, 0)
-        taken = self.returned[kept:][::-1]
-        begin, self.fresh = self.fresh, self.fresh + count - len(taken)
-        del self.returned[kept:]
-        return [*taken, *range(begin, self.fresh)]
-
-    def own(self, pages: Iterable[int]) -> None:
-        """Counts one more owner of pages that are owned or cached."""
-        for page in self.cached.hold(pages):
-            self.shared[page] = self.shared.get(page, 1) + 1
-
-    def release(self, pages: Iterable[int]) -> None:
-        """Counts one owner less of some pages, given in token order."""
-        shared, known = self.shared, self.known
-        free: list[int] = []
-        cached: list[int] = []
-        for page in pages:
-            count = shared.get(page)
-            if count is None:
-                (cached if page in known else free).append(page)
-            elif count > 2:
-                shared[page] = count - 1
-            else:
-                del shared[page]
-        self.returned += reversed(free)
-        self.cached.use(cached)
-
     def forget(self, pages: Sequence[int]) -> None:
-        """Forgets the content of known pages; those that are cached become free, the first on top."""
-        for page in pages:
-            del self.known[page]
-        self.returned += reversed(self.cached.forget(pages))
+        """Forgets the content of known pages, and the states at their ends; those that are cached become free."""
+        self.forget_states([self.checkpoints[page] for page in pages if page in self.checkpoints])
+        self.pages.forget(pages)
+
+    def forget_states(self, slots: Sequence[int]) -> None:
+        """Forgets checkpoints; those that are cached become free."""
+        for slot in slots:
+            del self.checkpoints[self.states.known[slot]]
+        self.states.forget(slots)
 
 
 def name_of(request_id: Hashable) -> str:
