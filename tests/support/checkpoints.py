@@ -109,16 +109,18 @@ def make_checkpoint(
     """
     values = {key: value for key, value in CONFIG.items() if key not in ("architectures", "model_type")}
     tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    of_text = "Text" if family in ("Gemma3", "Llama4") else ""
+    of_text = "Text" if family in ("Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe") else ""
     config_class = getattr(transformers, f"{family}{of_text}Config")
     config = config_class(**(values | tokens | overrides))
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             # Every weight matters: a norm of all ones would hide that it is not applied.
             parameter.copy_(1 + 0.3 * noise if parameter.ndim == 1 else noise / parameter.shape[1] ** 0.5)
+            if name.endswith("A_log"):  # states last for some tokens to some dozens
+                parameter.sub_(4)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))

@@ -6,6 +6,7 @@ import transformers
 
 from paged_kv.engine.engine import Engine
 from paged_kv.engine.requests import Sampling
+from paged_kv.engine.states import StepStates
 from support.checkpoints import make_checkpoint, relative_error
 from support.llama_family import poison
 
@@ -31,6 +32,24 @@ GEMMA_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
 EXPERTS = {"num_experts_per_tok": 3, "intermediate_size": 24}
+HYBRID = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    "pad_token_id": 0,
+}
+MIXED = {
+    "num_experts": 16,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
 CASES = {
     "llama": ("Llama", {"head_dim": 24, "attention_bias": True, "mlp_bias": True, "rope_parameters": YARN}),
     "mistral": ("Mistral", {"sliding_window": 21}),
@@ -218,6 +237,9 @@ CASES = {
             "tie_word_embeddings": True,
         },
     ),
+    "qwen3_next": ("Qwen3Next", HYBRID | MIXED | {"linear_num_value_heads": 4, "mlp_only_layers": [1]}),
+    "qwen3_5": ("Qwen3_5", HYBRID | {"tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3_5_moe": ("Qwen3_5Moe", HYBRID | MIXED | {"num_hidden_layers": 4, "layer_types": None}),
     "gpt_oss": (
         "GptOss",
         {
@@ -336,13 +358,21 @@ def run(model):
     logits = [[] for _ in PROMPTS]
     lengths, new = [0] * len(PROMPTS), PROMPTS
     for _ in range(NEW_TOKENS):
-        rows = model.step(new, lengths, pages)
+        rows = model.step(new, lengths, pages, states=states_in_place(model, new, lengths))
         lengths = [len(text) for text in texts]
         for text, row, kept in zip(texts, rows, logits, strict=True):
             kept.append(row.copy())
             text.append(int(row.argmax()))
         new = [text[-1:] for text in texts]
     return texts, logits
+
+
+def states_in_place(model, new, lengths):
+    """Each request's state in a slot of its own, where the model has states."""
+    if not model.num_states:
+        return None
+    sources = [slot if length else -1 for slot, length in enumerate(lengths)]
+    return StepStates(sources, [[(len(tokens), slot)] for slot, tokens in enumerate(new)])
 
 
 def reference(folder, texts):

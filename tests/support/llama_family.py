@@ -75,7 +75,9 @@ def load_family(members: dict[str, Member]) -> dict[str, DecoderModel]:
 
 
 def poison(model: DecoderModel) -> None:
-    """Fills every page with NaN: whatever reads a slot that was not written shows."""
+    """Fills every page and state with NaN: whatever reads a slot that was not written shows."""
+    for buffer in model._states:
+        to_numpy(buffer)[...] = float("nan")
     if not model.blocks.device.is_host:
         blocks = torch.from_dlpack(model.blocks)
         blocks.fill_(float("nan") if model.kv_format is None else torch.iinfo(blocks.dtype).max)

@@ -35,7 +35,6 @@ from paged_kv.runtime.first_execution import execute
 from paged_kv.runtime.forks import check_not_forked
 from paged_kv.runtime.session import Runtime, default_runtime
 
-
 LEAST_STATES = 16
 """Slots of state of a hybrid model, unless it is told otherwise: a request has one or two."""
 
