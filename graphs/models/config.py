@@ -88,6 +88,8 @@ class DecoderConfig:
     """Q, K and V are one weight, `qkv_proj`."""
     fused_gate_up: bool = False
     """Gate and up are one weight, `gate_up_proj`."""
+    mlp: Literal["mlp", "mlp.shared_experts"] = "mlp"
+    """The name of the MLP among a layer's weights."""
     gated: bool = True
     """The MLP multiplies by a gate; else it is `c_proj(activation(c_fc(x)))`."""
     qkv_bias: bool = False
@@ -228,7 +230,7 @@ def read_config(fields: Fields, eps_key: str = "rms_norm_eps", **switches: Any) 
     bos = fields.tokens("bos_token_id", vocab_size)
     sizes: dict[str, Any] = {
         "hidden_size": hidden,
-        "intermediate_size": fields.integer("intermediate_size"),
+        "intermediate_size": switches.pop("intermediate_size", None) or fields.integer("intermediate_size"),
         "num_hidden_layers": fields.layers(),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,

@@ -232,7 +232,7 @@ def _feed_forward(parameters: Parameters, x: TensorValue, layer: int) -> TensorV
     """Return what follows the attention, `[N, hidden]`: an MLP, or experts."""
     at, config = f"model.layers.{layer}.mlp", parameters.config
     if config.experts is None or not config.has_experts(layer):
-        return _mlp(parameters, x, at)
+        return _mlp(parameters, x, f"model.layers.{layer}.{config.mlp}")
     y = chosen_experts(parameters, x, at)
     if not config.experts.shared_inner:
         return y

@@ -37,6 +37,20 @@ EXPERTS = {
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
 }
+MAMBA = {
+    "mamba.in_proj": "ssm_in",
+    "mamba.conv1d": "ssm_conv1d",
+    "mamba.norm": "ssm_norm",
+    "mamba.out_proj": "ssm_out",
+}
+SSM_SIZES = {
+    "mamba_d_conv": "ssm.conv_kernel",
+    "mamba_d_state": "ssm.state_size",
+    "mamba_n_groups": "ssm.group_count",
+    "mamba_n_heads": "ssm.time_step_rank",
+    "ssm_inner_size": "ssm.inner_size",
+}
+"""Sizes of Mamba-2: Hugging Face's keys to GGUF's."""
 NORMS_AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 _WITHOUT_KIND = {"A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias"}
 """GGUF's names of the parameters of recurrent layers that are no weight of a layer."""
@@ -101,8 +115,8 @@ class Gguf:
     windowed: str | None = None
     """Hugging Face's name of the architecture where layers have windows, if it is another one."""
     recurrent: str | None = None
-    """Hugging Face's name of recurrent layers in `layer_types`, which the file tells by their numbers or by how many lie
-    between two that attend; None: the architecture has none."""
+    """Hugging Face's name of recurrent layers in `layer_types`. The file tells which they are: by a list, by how many
+    lie between two that attend, or by KV heads, of which they have none. None: the architecture has no such layers."""
     rotates_windows_apart: bool = False
     """Layers with a window have a rotation of their own."""
     window_theta: float | None = None

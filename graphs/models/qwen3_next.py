@@ -71,7 +71,7 @@ def read_gated_delta(fields: Fields, *, experts: Experts | None, fused: bool) ->
     bias = fields.boolean("attention_bias")
     recurrence = Recurrence(
         kind="gated delta",
-        layers=read_layer_types(fields, "linear_attention"),
+        layers=read_layer_types(fields, ("linear_attention",)),
         channels=2 * key_heads * key_dim + heads * value_dim,
         kernel=fields.integer("linear_conv_kernel_dim", least=2),
         heads=heads,

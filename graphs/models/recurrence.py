@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from paged_kv.errors import CheckpointError
 from paged_kv.graphs.models.fields import Fields
 
 Kind = Literal["gated delta", "mamba2", "convolution"]
@@ -73,13 +75,52 @@ class Recurrence:
         return [slots, self.count, self.heads, -(-self.value_dim // BLOCK), self.key_dim, BLOCK]
 
 
-def read_layer_types(fields: Fields, recurrent: str, attention: str = "full_attention") -> tuple[bool, ...]:
+def mamba2(
+    fields: Fields,
+    *,
+    layers: tuple[bool, ...],
+    heads: int,
+    values: int,
+    groups: int,
+    state_size: int,
+    kernel: int,
+    conv_bias: bool,
+    bias: bool,
+    dt_range: tuple[float, float] = (0.0, float("inf")),
+) -> Recurrence:
+    """Mamba-2 layers with `values` values of all heads.
+
+    Raises:
+        CheckpointError: heads do not divide the values, or groups the heads.
+    """
+    if values % heads or heads % groups:
+        sizes = f"{values} values of {heads} heads in {groups} groups"
+        raise CheckpointError(f"{fields.file}: mamba: {sizes}: sizes that do not divide")
+    return Recurrence(
+        kind="mamba2",
+        layers=layers,
+        channels=values + 2 * groups * state_size,
+        kernel=kernel,
+        heads=heads,
+        key_heads=groups,
+        key_dim=state_size,
+        value_dim=values // heads,
+        conv_bias=conv_bias,
+        bias=bias,
+        dt_range=dt_range,
+        norm_groups=groups,
+    )
+
+
+def read_layer_types(
+    fields: Fields, recurrent: Sequence[str], attention: Sequence[str] = ("full_attention",)
+) -> tuple[bool, ...]:
     """Tell for each layer if it is recurrent, from `layer_types` or, without it, from `full_attention_interval`: all
     but each so many-th, 4 where it is not said.
 
     Args:
-        recurrent: What `layer_types` calls recurrent layers.
-        attention: What it calls the others.
+        recurrent: Names of recurrent layers in `layer_types`.
+        attention: Names of the others.
 
     Raises:
         CheckpointError: `layer_types` is no list of these two, one for each layer.
@@ -90,5 +131,5 @@ def read_layer_types(fields: Fields, recurrent: str, attention: str = "full_atte
         return tuple((index + 1) % interval != 0 for index in range(layers))
     if not isinstance(types, list) or len(types) != layers:
         raise fields.error("layer_types", f"a list of num_hidden_layers = {layers} is expected")
-    known = {recurrent: True, attention: False}
+    known = dict.fromkeys(recurrent, True) | dict.fromkeys(attention, False)
     return tuple(Fields(fields.file, {"layer_types": kind}).one_of("layer_types", known) for kind in types)

@@ -144,8 +144,9 @@ def checkpoint_tensors(config: DecoderConfig, stored: Container[str] = ()) -> di
 def _layer(config: DecoderConfig, has_experts: bool, is_recurrent: bool) -> dict[str, Shape]:
     linear: dict[str, Shape] = {}
     if not has_experts:
-        linear["mlp.down_proj" if config.gated else "mlp.c_proj"] = (config.hidden_size, config.intermediate_size)
-    linear |= _experts(config) if has_experts else _gate_and_up(config, "mlp", config.intermediate_size)
+        down = f"{config.mlp}.{'down_proj' if config.gated else 'c_proj'}"
+        linear[down] = (config.hidden_size, config.intermediate_size)
+    linear |= _experts(config) if has_experts else _gate_and_up(config, config.mlp, config.intermediate_size)
     layer = _with_biases(config, linear)
     for name in NORMS[config.norm_place]:
         layer |= {} if name is None else _norm(config, name)

@@ -40,9 +40,9 @@ class Failing(FakeDraft):
         if self._rng.random() < self.rate:
             raise [MemoryError, ValueError, KeyError][self._rng.integers(3)]("on purpose")
 
-    def step(self, *arguments: Any) -> np.ndarray:
+    def step(self, *arguments: Any, **states: Any) -> np.ndarray:
         self.fail()
-        logits = super().step(*arguments)
+        logits = super().step(*arguments, **states)
         self.fail()
         return logits
 
@@ -58,6 +58,14 @@ class Failing(FakeDraft):
         self.fail()
         return super().read_pages(*arguments)
 
+    def write_states(self, *arguments: Any) -> None:
+        self.fail()
+        super().write_states(*arguments)
+
+    def read_states(self, *arguments: Any) -> np.ndarray:
+        self.fail()
+        return super().read_states(*arguments)
+
 
 class EngineRun:
     """One engine, some dozens of operations."""
@@ -66,7 +74,8 @@ class EngineRun:
         self.rng, self.folder = rng, folder
         size, self.window = int(rng.choice([1, 2, 3, 5])), int(rng.choice([-1, -1, -1, 0, 4]))
         rate = float(rng.choice([0, 0, 0.02, 0.2]))
-        self.model = Failing(rng, rate, -(-int(rng.integers(40, 120)) // size), size, 64, self.window)
+        states = int(rng.choice([0, rng.integers(2, 20)])) if self.window < 0 else 0
+        self.model = Failing(rng, rate, -(-int(rng.integers(40, 120)) // size), size, 64, self.window, states)
         self.draft = Failing(rng, rate, int(rng.integers(10, 60)), size, 64, drafts=True)
         self.fails_decoding = rng.random() < 0.2
         coder = Letters(self.model.fail if self.fails_decoding else lambda: None)
@@ -92,7 +101,9 @@ class EngineRun:
     def run(self) -> None:
         rows: list[int] = []
         step = self.model.step
-        self.model.step = lambda tokens, *rest: rows.append(len(tokens)) or step(tokens, *rest)  # type: ignore
+        self.model.step = lambda tokens, *rest, **states: (  # type: ignore
+            rows.append(len(tokens)) or step(tokens, *rest, **states)
+        )
         acts = [self.ask] * 3 + [self.step] * 6 + [self.interrupt]
         acts += [self.stream, self.read, self.abort, self.bad, self.files_of_prefixes]
         for _ in range(int(self.rng.integers(5, 30))):

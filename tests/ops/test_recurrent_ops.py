@@ -57,7 +57,11 @@ def build(module):
         add_graph(module, f"delta_{name}", [window_shape(1), matrix_shape(heads, dim)], types, make)
     for name, (dt_range, sizes) in SCANS.items():
         heads, groups, dim, tiled = DELTAS[sizes]
-        types = [("float32", "T", 2 * groups * dim + heads * VALUES), ("float32", "T", heads), *[("float32", heads)] * 3]
+        types = [
+            ("float32", "T", 2 * groups * dim + heads * VALUES),
+            ("float32", "T", heads),
+            *[("float32", heads)] * 3,
+        ]
         make = partial(ops.selective_scan, groups=groups, state_size=dim, dt_range=dt_range, tiled=tiled)
         add_graph(module, f"scan_{name}", [window_shape(1), matrix_shape(heads, dim)], types, make)
     for dtype in ("float32", "bfloat16"):

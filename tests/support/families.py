@@ -50,6 +50,16 @@ MIXED = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 40,
 }
+MAMBA = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "shared_intermediate_size": 40,
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 2,
+    "mamba_d_head": 32,
+    "mamba_d_state": 24,
+    "pad_token_id": 0,
+}
 CASES = {
     "llama": ("Llama", {"head_dim": 24, "attention_bias": True, "mlp_bias": True, "rope_parameters": YARN}),
     "mistral": ("Mistral", {"sliding_window": 21}),
@@ -240,6 +250,35 @@ CASES = {
     "qwen3_next": ("Qwen3Next", HYBRID | MIXED | {"linear_num_value_heads": 4, "mlp_only_layers": [1]}),
     "qwen3_5": ("Qwen3_5", HYBRID | {"tie_word_embeddings": True, "attention_bias": True}),
     "qwen3_5_moe": ("Qwen3_5Moe", HYBRID | MIXED | {"num_hidden_layers": 4, "layer_types": None}),
+    "granite_hybrid": (
+        "GraniteMoeHybrid",
+        MAMBA
+        | {
+            "num_local_experts": 16,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 24,
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.5,
+        },
+    ),
+    "granite_hybrid, dense": (
+        "GraniteMoeHybrid",
+        MAMBA
+        | {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_proj_bias": True, "mamba_n_groups": 1},
+    ),
+    "lfm2": (
+        "Lfm2",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "conv_bias": True,
+            "block_multiple_of": 16,
+            "block_ffn_dim_multiplier": 1.2,
+            "pad_token_id": 0,
+        },
+    ),
     "gpt_oss": (
         "GptOss",
         {

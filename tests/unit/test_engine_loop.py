@@ -17,21 +17,24 @@ from support.fake_model import VOCAB, FakeDraft, FakeModel, alone, logits_after
 
 
 @pytest.mark.parametrize(
-    ("page_size", "temperature", "speculate"),
+    ("page_size", "temperature", "speculate", "num_states"),
     [
-        *((1, 1.0, None), (5, 0.0, None), (16, 1.0, None)),
-        *((5, 0.1, "lookup"), (16, 0.0, "lookup")),
-        *((1, 0.0, "draft"), (5, 1.0, "draft")),
+        *((1, 1.0, None, 0), (5, 0.0, None, 0), (16, 1.0, None, 0)),
+        *((5, 0.1, "lookup", 0), (16, 0.0, "lookup", 0)),
+        *((1, 0.0, "draft", 0), (5, 1.0, "draft", 0)),
+        *((1, 1.0, None, 30), (5, 0.0, None, 9), (5, 1.0, "draft", 24), (16, 0.0, "draft", 40)),
     ],
 )
-def test_200_requests_in_a_small_pool_get_the_tokens_that_each_gets_alone(page_size, temperature, speculate):
+def test_200_requests_in_a_small_pool_get_the_tokens_that_each_gets_alone(
+    page_size, temperature, speculate, num_states
+):
     """Shared prefixes, samples that fork, aborts, chunks and preemptions; each against its own run without a cache.
 
     Drafts of the text are right where the model sees two tokens, of the draft where it sees all.
     """
     rng = np.random.default_rng(page_size)
     window = 1 if speculate == "lookup" else -1
-    model = FakeModel(-(-170 // page_size), page_size, window=window)
+    model = FakeModel(-(-170 // page_size), page_size, window=window, num_states=num_states)
     draft = FakeDraft(-(-150 // page_size), page_size) if speculate == "draft" else speculate
     engine = Engine(model, max_step_tokens=40, max_running=12, speculate=draft)
     if speculate:

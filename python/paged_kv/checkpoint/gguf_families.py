@@ -67,6 +67,8 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
     metadata = Metadata(header, family.name, used)
     values: dict[str, Any] = {"architectures": [_ARCHITECTURES[family.name]], "hidden_act": "silu", **family.defaults}
     for key, name in {**_SIZES, **family.sizes}.items():
+        if key == "num_key_value_heads" and family.recurrent is not None:
+            continue  # below
         if metadata.scalar(name) is not None:
             values[key] = metadata.integer(name)
     key, name = family.eps
@@ -108,6 +110,7 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
     if family.recurrent is not None:
         layers = values.get("num_hidden_layers", 0)
         values["layer_types"] = _recurrent_layers(metadata, family.recurrent)[:layers]
+        values["num_key_value_heads"] = _kv_heads(metadata)
     if family.windows is not None:
         narrow = narrow or [False] * metadata.integer("block_count")
         values["layer_types"] = ["sliding_attention" if is_narrow else "full_attention" for is_narrow in narrow]
@@ -184,13 +187,26 @@ def _windowed_layers(metadata: Metadata, family: Gguf) -> list[bool]:
 def _recurrent_layers(metadata: Metadata, recurrent: str) -> list[str]:
     """The type of each layer, those that draft tokens included."""
     layers, name = metadata.integer("block_count", most=MAX_LAYERS), "attention.recurrent_layers"
-    said = metadata.get(name)
-    if said is None:
+    said, of_layers = metadata.get(name), metadata.get("attention.head_count_kv")
+    if said is None and isinstance(of_layers, np.ndarray):
+        name, said = "attention.head_count_kv", of_layers == 0
+    elif said is None:
         interval = metadata.integer("full_attention_interval", 4)
         said = np.arange(1, layers + 1) % interval != 0
     if not isinstance(said, np.ndarray) or said.size != layers or said.dtype.kind not in "biu":
         raise metadata.error(name, f"a list of block_count = {layers} booleans is expected")
     return [recurrent if is_recurrent else "full_attention" for is_recurrent in said]
+
+
+def _kv_heads(metadata: Metadata) -> int | None:
+    """The KV heads of the layers that have some; None where the file does not say."""
+    said = metadata.get("attention.head_count_kv")
+    if isinstance(said, np.ndarray):
+        counts = set(said.tolist()) - {0}
+        if len(counts) != 1:
+            raise metadata.error("attention.head_count_kv", "one number and 0 are expected")
+        return int(counts.pop())
+    return None if said is None else metadata.integer("attention.head_count_kv")
 
 
 def _special_tokens(header: GgufHeader) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class Engine:
     Raises:
         ContractTypeError, ContractError: a number is no positive integer, or `num_pages` more than the model has; the
             folder of `disk` is not the user's own, or its limit is less than a page; `disk` without `share_prefixes`;
-            `speculate` is neither "lookup" nor another model.
+            `speculate` is neither "lookup" nor another model, or one with recurrent layers.
     """
 
     def __init__(
@@ -505,6 +505,8 @@ def _speculation(speculate: Any, model: EngineModel, max_step_tokens: int, share
         raise ContractTypeError(f"speculate must be 'lookup' or a model, not {shown(speculate)}")
     if speculate is model:
         raise ContractError("speculate: the model cannot draft for itself: it would write to its own pages")
+    if speculate.num_states:
+        raise ContractError("speculate: a model with recurrent layers does not draft")
     return Speculation(DraftModel(speculate, model.config.vocab_size, max_step_tokens, share_prefixes))
 
 
