@@ -43,7 +43,7 @@ class DecodeInputs(Generic[T, B]):
 
 @dataclass(frozen=True)
 class StateInputs(Generic[T, B]):
-    """Where a step of `B` requests reads and saves the states of recurrent layers, each in a slot of `buffers`.
+    """The slots of `buffers` in which a step of `B` requests reads and saves the states of recurrent layers.
 
     A request's state is read once, from its source, and saved after some of its rows, the last of them included: at
     the end of a page that is to be found by other prompts, after each draft. So no state is copied, and none of the
@@ -84,8 +84,8 @@ def state_input_types(shapes: Sequence[Sequence[int | str]], device: DeviceRef) 
 def graph_states(values: Sequence[Value[Any]]) -> StateInputs[TensorValue, BufferValue]:
     """A graph's inputs that have to do with states, by name."""
     sources, offsets, counts, slots, *buffers = values
-    tensors = (value.tensor for value in (sources, offsets, counts, slots))
-    return StateInputs(*tensors, tuple(value.buffer for value in buffers))
+    of_slots = tuple(value.buffer for value in buffers)
+    return StateInputs(sources.tensor, offsets.tensor, counts.tensor, slots.tensor, of_slots)
 
 
 def state_inputs(

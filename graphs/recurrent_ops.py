@@ -63,22 +63,22 @@ def gated_delta_rule(
     qkv: TensorValue,
     a: TensorValue,
     b: TensorValue,
-    A_log: TensorValue,
+    a_log: TensorValue,
     dt_bias: TensorValue,
     *,
     key_heads: int,
     key_dim: int,
     tiled: bool = False,
 ) -> TensorValue:
-    """Gated DeltaNet (arXiv:2412.06464): `S = exp(g) S`, `S = S + k (sigmoid(b) (v - S^T k))^T`, `o = S^T q` for each row
-    and head, with `g = -exp(A_log) softplus(a + dt_bias)`; q and k are divided by their lengths, q also by
+    """Gated DeltaNet (arXiv:2412.06464): `S = exp(g) S`, `S = S + k (sigmoid(b) (v - S^T k))^T`, `o = S^T q` for each
+    row and head, with `g = -exp(a_log) softplus(a + dt_bias)`; q and k are divided by their lengths, q also by
     sqrt(key_dim). `[T, H * Dv]` float32; the matrices of the states, S `[key_dim, Dv]`, are replaced.
 
     Args:
         states: Have matrices.
         qkv: `[T, 2 * key_heads * key_dim + H * Dv]` float32: all queries, all keys, all values.
         a, b: `[T, H]` float32.
-        A_log, dt_bias: `[H]` float32.
+        a_log, dt_bias: `[H]` float32.
         key_heads: Heads of q and k, which divide H.
         key_dim: Dimensions of a key.
         tiled: Head h has key head `h % key_heads`, else `h // (H / key_heads)`.
@@ -91,15 +91,15 @@ def gated_delta_rule(
     check_value("b", b, DType.float32, list(a.shape), qkv.device)
     numbers = (key_dim**-0.5, 0.0, 0.0)
     skip = constant(np.zeros(0, np.float32))
-    return _recurrence(states, qkv, a, b, A_log, dt_bias, skip, key_heads, values, parts, tiled, numbers, delta=True)
+    return _recurrence(states, qkv, a, b, a_log, dt_bias, skip, key_heads, values, parts, tiled, numbers, delta=True)
 
 
 def selective_scan(
     states: States,
     xbc: TensorValue,
     dt: TensorValue,
-    A_log: TensorValue,
-    D: TensorValue,
+    a_log: TensorValue,
+    d: TensorValue,
     dt_bias: TensorValue,
     *,
     groups: int,
@@ -107,7 +107,7 @@ def selective_scan(
     dt_range: tuple[float, float] = (0.0, float("inf")),
     tiled: bool = False,
 ) -> TensorValue:
-    """Mamba-2 (arXiv:2405.21060): `S = exp(-exp(A_log) t) S + B (t x)^T`, `y = S^T C + D x` for each row and head, with
+    """Mamba-2 (arXiv:2405.21060): `S = exp(-exp(a_log) t) S + B (t x)^T`, `y = S^T C + d x` for each row and head, with
     `t = softplus(dt + dt_bias)` clamped to `dt_range`. `[T, H * P]` float32; the matrices of the states, S
     `[state_size, P]`, are replaced.
 
@@ -115,7 +115,7 @@ def selective_scan(
         states: Have matrices.
         xbc: `[T, H * P + 2 * groups * state_size]` float32: x of all heads, B of all groups, C of all groups.
         dt: `[T, H]` float32.
-        A_log, D, dt_bias: `[H]` float32.
+        a_log, d, dt_bias: `[H]` float32.
         groups: Groups of heads, which share B and C.
         state_size: Rows of S.
         dt_range: The least and the greatest time step.
@@ -128,7 +128,7 @@ def selective_scan(
     parts = (values + of_groups, values, 0)
     none = constant(np.zeros((0, 1), np.float32))
     numbers = (1.0, *dt_range)
-    return _recurrence(states, xbc, dt, none, A_log, dt_bias, D, groups, values, parts, tiled, numbers, delta=False)
+    return _recurrence(states, xbc, dt, none, a_log, dt_bias, d, groups, values, parts, tiled, numbers, delta=False)
 
 
 def gated_norm(
@@ -192,7 +192,7 @@ def _recurrence(
     check_value("x", x, DType.float32, [None, None], x.device)
     check_value("gates", a, DType.float32, [x.shape[0], None], x.device)
     heads = _static("gates", a)
-    for name, value in (("A_log", rates), ("dt_bias", bias), *(() if delta else (("D", skip),))):
+    for name, value in (("a_log", rates), ("dt_bias", bias), *(() if delta else (("d", skip),))):
         check_value(name, value, DType.float32, [Dim(heads)], x.device)
     if values < heads or values % heads or heads % key_heads:
         raise ShapeError(f"x: {values} values of {heads} heads, {key_heads} key heads: sizes that do not divide")

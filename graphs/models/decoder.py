@@ -143,7 +143,7 @@ def logits(parameters: Parameters, x: TensorValue) -> TensorValue:
 
 
 def _recurrent(step: DeviceStep, x: TensorValue, layer: int, wanted: TensorValue | None) -> TensorValue:
-    """Return what a recurrent layer makes of `x` `[T, hidden]`; of the rows `wanted` `[N]` alone where it is not None."""
+    """Return what a recurrent layer makes of `x` `[T, hidden]`: all rows, or the rows `wanted` `[N]`."""
     assert step.states is not None
     y = recurrent_layer(step.parameters, step.states, x, layer)
     return y if wanted is None else paged.take_rows(y, wanted)
@@ -267,8 +267,8 @@ def build_step(
     weight_prefix: str = "",
     kv_format: KVFormat | None = None,
 ) -> None:
-    """Adds the graph `name` to `module`: `DecodeInputs`, where layers are recurrent also the fields of `StateInputs`, and
-    rows `[N]` int32 -> logits `[N, vocab]` float32 after them.
+    """Adds the graph `name` to `module`: `DecodeInputs`, of a hybrid model then `StateInputs`, and rows `[N]` int32 ->
+    logits `[N, vocab]` float32 after them.
 
     A row is a token's place in `DecodeInputs.tokens`. Batch, tokens, lengths and the page size are symbolic. `dtype` is
     that of weights, activations and cache, of quantised models that of the cache alone; with `kv_format` the cache

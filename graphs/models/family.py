@@ -82,7 +82,7 @@ class Gguf:
     """In `general.architecture`, and the prefix of its keys."""
     _: KW_ONLY
     layer: Mapping[str, str] = field(default_factory=lambda: LAYER)
-    """Names of a layer's tensors: Hugging Face's to GGUF's."""
+    """Names of a layer's tensors: Hugging Face's to GGUF's; and those of others that differ."""
     eps: tuple[str, str] = RMS_NORM_EPS
     """Keys of the epsilon of its norms."""
     rotates_neighbours: bool = False
@@ -99,6 +99,8 @@ class Gguf:
     """More keys, of integers that are 0 where they are missing: Hugging Face's to GGUF's."""
     flags: Mapping[str, str] = field(default_factory=dict)
     """More keys, of booleans that are false where they are missing: Hugging Face's to GGUF's."""
+    switches: Mapping[str, str] = field(default_factory=dict)
+    """More keys, of booleans that are true where they are missing: Hugging Face's to GGUF's."""
     finish: Callable[[Mapping[str, Any], Number], Mapping[str, Any]] = _nothing
     """More keys of config.json, from those that were read; it asks for numbers of the metadata."""
     reads: frozenset[str] = frozenset()
@@ -140,7 +142,7 @@ class Gguf:
         if kind in _WITHOUT_KIND:
             return f"blk.{stem.removeprefix('model.layers.').partition('.')[0]}.{_WITHOUT_KIND[kind]}"
         if stem in _MODEL:
-            return f"{_MODEL[stem]}.{kind}"
+            return f"{self.layer.get(stem, _MODEL[stem])}.{kind}"
         layer, _, rest = stem.removeprefix("model.layers.").partition(".")
         return f"blk.{layer}.{self.layer[rest]}.{kind}"
 

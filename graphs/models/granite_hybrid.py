@@ -57,14 +57,11 @@ def read(fields: Fields) -> DecoderConfig:
 
 def of_metadata(values: Mapping[str, Any], number: Number) -> dict[str, Any]:
     """The widths of Mamba-2 by that of all its values; the MLP's, which has another name beside experts."""
-    experts = values.get("num_local_experts") or 0
-    inner = values.get("expert_shared") if experts else values["intermediate_size"]
-    rotates = "rope" if number("rope.scaling.finetuned", 1.0) else "nope"
+    inner = values.get("expert_shared") or values["intermediate_size"]
     expand = values["ssm_inner_size"] / values["hidden_size"]
     return granite.of_metadata(values, number) | {
-        "num_local_experts": experts,
         "shared_intermediate_size": inner,
-        "position_embedding_type": rotates,
+        "position_embedding_type": "rope" if values["rotates"] else "nope",
         "mamba_expand": int(expand) if expand == int(expand) else None,
     }
 
@@ -79,14 +76,15 @@ FAMILY = Family(
         rotates_neighbours=True,
         defaults={"fused_shared_mlp": False},
         sizes={
-            "num_local_experts": "expert_count",
             "num_experts_per_tok": "expert_used_count",
             "expert_shared": "expert_shared_feed_forward_length",
             **SSM_SIZES,
         },
+        counts={"num_local_experts": "expert_count"},
+        switches={"rotates": "rope.scaling.finetuned"},
         multipliers=granite.MULTIPLIERS,
         finish=of_metadata,
-        reads=frozenset({"attention.scale", "logit_scale", "rope.scaling.finetuned"}),
+        reads=frozenset({"attention.scale", "logit_scale"}),
         recurrent="linear_attention",
         rope_tensors=LLAMA_ROPE,
     ),

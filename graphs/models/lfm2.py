@@ -58,6 +58,7 @@ FAMILY = Family(
         "lfm2",
         layer=LAYER
         | {
+            "model.norm": "token_embd_norm",
             "conv.in_proj": "shortconv.in_proj",
             "conv.conv1d": "shortconv.conv",
             "conv.out_proj": "shortconv.out_proj",

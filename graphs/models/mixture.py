@@ -36,7 +36,7 @@ class Experts:
     shared_inner: int = 0
     """The inner dimension of the MLP that all tokens go through; 0 where there is none."""
     shared_gate: bool = False
-    """What comes out of it is multiplied by the sigmoid of a score of the token."""
+    """Its output is multiplied by the sigmoid of a score of the token."""
     groups: int = 1
     """Experts are chosen from the `chosen_groups` groups that have the greatest scores."""
     chosen_groups: int = 1

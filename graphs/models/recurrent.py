@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from max.graph import TensorValue, ops
 
 from paged_kv.graphs import ops as paged
@@ -12,7 +14,7 @@ from paged_kv.graphs.ops import States
 
 
 def recurrent_layer(parameters: Parameters, states: States, x: TensorValue, layer: int) -> TensorValue:
-    """Return what a recurrent layer makes of `x` `[T, hidden]`: `[T, hidden]`. The states of its requests are replaced."""
+    """Return what a recurrent layer makes of `x` `[T, hidden]`, as `x`; the states of its requests are replaced."""
     recurrence = parameters.config.recurrence
     assert recurrence is not None
     at, states = f"model.layers.{layer}.{RECURRENT[recurrence.kind]}", states.of_layer(recurrence.index(layer))
@@ -75,7 +77,9 @@ def _convolution(
     return after * ops.cast(_convolved(parameters, states, before * inner, at, "none"), x.dtype)
 
 
-def _convolved(parameters: Parameters, states: States, x: TensorValue, at: str, activation: str) -> TensorValue:
+def _convolved(
+    parameters: Parameters, states: States, x: TensorValue, at: str, activation: Literal["silu", "none"]
+) -> TensorValue:
     """The causal convolution of each channel of `x` `[T, C]`, in float32."""
     bias = parameters.values.get(f"{at}.conv1d.bias")
     return paged.causal_conv1d(states, x, parameters.values[f"{at}.conv1d.weight"], bias, activation=activation)

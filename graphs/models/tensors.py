@@ -181,7 +181,8 @@ def _recurrent(config: DecoderConfig, recurrence: Recurrence) -> dict[str, Shape
         outputs = inner
     else:
         linear, gates, outputs = {"in_proj": 3 * channels}, {}, channels
-    layers: dict[str, Shape] = {name: (rows, hidden) for name, rows in linear.items()} | {"out_proj": (hidden, outputs)}
+    layers: dict[str, Shape] = {name: (rows, hidden) for name, rows in linear.items()}
+    layers["out_proj"] = (hidden, outputs)
     tensors = {f"{name}.weight": shape for name, shape in layers.items()}
     biases = {f"{name}.bias": shape[:1] for name, shape in layers.items()} if recurrence.bias else {}
     return tensors | biases | conv | gates

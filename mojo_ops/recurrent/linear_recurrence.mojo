@@ -29,7 +29,7 @@ comptime DECAY, RATE, OF_Q, OF_K, Q_BY_K = 0, 1, 2, 3, 4
 
 @fieldwise_init
 struct Heads(TrivialRegisterPassable):
-    """Where the parts of a row of inputs are: `heads` values, and the queries and keys of `key_heads`."""
+    """The places of the parts of a row of inputs: `heads` values, and the queries and keys of `key_heads`."""
 
     var heads: Int
     var key_heads: Int

@@ -1,4 +1,4 @@
-"""Where a step reads and saves the states of its requests: a slot for each, and after how many rows which slots."""
+"""The table of a step by which the states of its requests are read and saved: slots, and after how many rows."""
 
 from ..cache.pointers import RowPointer, TablePointer
 

@@ -1,4 +1,4 @@
-"""The ops of recurrent layers against NumPy float64: convolutions, matrix states, gated norms; where states are saved."""
+"""The ops of recurrent layers against NumPy float64: convolutions, matrix states, gated norms; what is saved where."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -320,15 +320,15 @@ def test_a_table_that_does_not_fit_is_refused_before_anything_is_written(plan, m
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda at, x, w, m: ops.causal_conv1d(at, x[:, :8], w), ShapeError, "weight"),
-        (lambda at, x, w, m: ops.causal_conv1d(at, x, of_max.cast(w, DType.int32)), ContractTypeError, "weight: dtype"),
+        (lambda at, x, w, _: ops.causal_conv1d(at, x[:, :8], w), ShapeError, "weight"),
+        (lambda at, x, w, _: ops.causal_conv1d(at, x, of_max.cast(w, DType.int32)), ContractTypeError, "weight: dtype"),
         (lambda at, x, w, m: ops.gated_delta_rule(at, x, m, m[:, :2], w[:4, 0], w[:4, 0], key_heads=1, key_dim=16),
          ShapeError, "b"),
         (lambda at, x, w, m: ops.gated_delta_rule(at, x, m, m, w[:4, 0], w[:4, 0], key_heads=3, key_dim=16),
          ShapeError, "sizes that do not divide"),
-        (lambda at, x, w, m: ops.gated_delta_rule(at, x, m[:, :1], m[:, :1], w[:1, 0], w[:1, 0], key_heads=1, key_dim=2),
+        (lambda at, x, w, m: ops.gated_delta_rule(at, x, *[m[:, :1]] * 2, *[w[:1, 0]] * 2, key_heads=1, key_dim=2),
          ContractError, "there are no matrix states"),
-        (lambda at, x, w, m: ops.gated_norm(x, x, w[:10, 0], 1e-5), ShapeError, "weight: 10 elements"),
+        (lambda _, x, w, __: ops.gated_norm(x, x, w[:10, 0], 1e-5), ShapeError, "weight: 10 elements"),
     ],
 )  # fmt: skip
 def test_arguments_that_do_not_fit_are_refused(call, error, message):
@@ -348,6 +348,7 @@ def test_buffers_of_states_are_float32_of_their_rank():
         (BufferType(DType.float32, ["S", 1, 1], CPU), ShapeError),
     ):
         types = [TensorType(DType.uint32, ["B_plus_1"], CPU), *state_input_types([[1]], CPU).flatten()[:-1], buffer]
-        with Graph("refused", input_types=types) as graph, pytest.raises(error):
+        with Graph("refused", input_types=types) as graph:
             offsets, *table = graph.inputs
-            ops.States.of(graph_states(table), offsets.tensor)
+            with pytest.raises(error):
+                ops.States.of(graph_states(table), offsets.tensor)

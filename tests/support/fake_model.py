@@ -208,7 +208,10 @@ class Nonsense(FakeModel):
         cache_lengths: Sequence[int],
         pages: Sequence[Any],
         counts: Sequence[int] | None = None,
+        states: StepStates | None = None,
     ) -> np.ndarray:
+        assert states is None
+
         rows = []
         for new, cached, mine, count in zip(tokens, cache_lengths, pages, counts or [1] * len(pages), strict=True):
             for position, token in enumerate(new, cached):

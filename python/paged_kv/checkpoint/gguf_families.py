@@ -80,6 +80,8 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
         values[key] = metadata.integer(name, 0, least=0)
     for key, name in family.flags.items():
         values[key] = metadata.boolean(name)
+    for key, name in family.switches.items():
+        values[key] = metadata.scalar(name) is None or metadata.boolean(name)
     if family.drafts is not None:
         count, drafts = metadata.integer("block_count"), metadata.integer(family.drafts, 0, least=0)
         if drafts >= count:
@@ -157,7 +159,8 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
 def _used(family: Gguf) -> frozenset[str]:
     """The metadata's keys that a family reads, beside those of all."""
     used = family.reads.union(family.sizes.values(), family.multipliers.values(), family.eps[1:])
-    used |= {*family.counts.values(), *family.flags.values(), *(() if family.drafts is None else (family.drafts,))}
+    used |= {*family.counts.values(), *family.flags.values(), *family.switches.values()}
+    used |= {*(() if family.drafts is None else (family.drafts,))}
     used |= frozenset() if family.windows is None else WINDOWS
     used |= frozenset() if family.recurrent is None else {"attention.recurrent_layers", "full_attention_interval"}
     used |= frozenset() if family.mixture is None else {"expert_count", "expert_used_count"}

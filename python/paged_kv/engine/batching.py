@@ -127,7 +127,7 @@ class Batching:
         return batch
 
     def states(self, batch: Batch) -> StepStates | None:
-        """Where a step reads and saves the states of a hybrid model; None of other models."""
+        """The slots that a step of a hybrid model reads and saves states in; None of other models."""
         return None if self._states is None else self._states.of_step([sample for sample, _ in batch])
 
     def _propose(self, speculation: Speculation, batch: Batch, room: int) -> None:

@@ -374,8 +374,8 @@ class Engine:
             [new for _, new in batch],
             [sample.cached for sample, _ in batch],
             [self.pool.pages(sample.key) for sample, _ in batch],
-            *([counts] if any(count > 1 for count in counts) else []),
-            **({} if states is None else {"states": states}),
+            counts if any(count > 1 for count in counts) else None,
+            states,
         )
         ended = time.perf_counter()
         self.statistics.add_step(ended - began, prompts, total - prompts - sum(drafted), self.pool.num_used)

@@ -1,8 +1,9 @@
 """A known prefix as a file: its tokens, and K and V of its pages, which only the model that computed them can use.
 
 A safetensors file with two tensors, `tokens` `[n * page_size]` int64 and `pages` `[n, ...]`, the bits of whole pages as
-unsigned integers; of a hybrid model also `states` `[1, m]`, those of the state after the last token. Its metadata says what they are of; a reader compares all of it, and the SHA-256 of both tensors,
-which tells damage. With a key it is an HMAC of metadata and tensors instead, which tells who wrote it.
+unsigned integers; of a hybrid model also `states` `[1, m]`, those of the state after the last token. Its metadata says
+what they are of; a reader compares all of it, and the SHA-256 of the tensors, which tells damage. With a key it is an
+HMAC of metadata and tensors instead, which tells who wrote it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class BitsKind(NamedTuple):
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    """Of each of them."""
+    """The shape of each of them."""
 
     def check(self, name: str, what: str, bits: Bits) -> None:
         """Refuses other bits; `name` is the file that has them.
@@ -285,8 +286,8 @@ def _check_tensors(
         raise CheckpointError(f"{name}: was saved {'without a' if key is not None else 'with a'} key")
     digest = str(metadata.get(_PLAIN if key is None else _KEYED, ""))
     if not hmac.compare_digest(digest.encode(errors="replace"), _digest(said, tokens, pages, key, states).encode()):
-        kind = "SHA-256 than it says" if key is None else "HMAC than it says, or the key is another"
-        raise CheckpointError(f"{name}: is damaged: its content has another {kind}")
+        said_so = "SHA-256 than it says" if key is None else "HMAC than it says, or the key is another"
+        raise CheckpointError(f"{name}: is damaged: its content has another {said_so}")
 
 
 def page_bits(model: PagedModel) -> BitsKind:

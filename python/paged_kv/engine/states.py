@@ -23,7 +23,7 @@ from paged_kv.pool import PagePool, PrefixCache
 
 @dataclass(frozen=True)
 class StepStates:
-    """Where a step reads and saves states (`graphs.inputs.StateInputs`), for each request."""
+    """The slots that a step reads and saves states in (`graphs.inputs.StateInputs`), for each request."""
 
     sources: Sequence[int]
     """Slots; -1 where no token came before."""

@@ -29,7 +29,7 @@ Write = Callable[[int, tuple[int, ...]], Any]
 
 
 class Known(NamedTuple):
-    """What is known of a pool's memory."""
+    """The part of a pool that is known."""
 
     pages: Mapping[int, Any]
     """The prefix cache's record of the tokens of each known page."""

@@ -26,7 +26,7 @@ Stored = tuple[int, Any] | None
 
 
 class Remembered(NamedTuple):
-    """What a prefix cache makes known of a request."""
+    """The things that a prefix cache makes known of a request."""
 
     contents: Contents
     stored: Stored

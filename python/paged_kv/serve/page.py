@@ -40,7 +40,7 @@ HEADERS = {
 def pool_now(engine: Engine) -> dict[str, Any]:
     """The pages of an engine's pool as JSON has them: `owners` of each cell, -1 where its tokens are known."""
     pool, held = engine.pool, engine.pool.owners()
-    counts, known = pool.count(), pool.look(list)
+    counts, known = pool.count(), pool.look(lambda known: list(known.pages))
     owners = np.zeros(pool.num_pages, np.int64)
     for pages in held.values():
         owners[list(pages)] += 1
