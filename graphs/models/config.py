@@ -25,7 +25,8 @@ from paged_kv.options import (
     is_head_dim,
 )
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "relu2"]
+"""Of MLPs; relu2, the square of what is positive, in those without a gate."""
 NormPlace = Literal["before", "after", "around", "around (GLM)", "before both"]
 QkNorm = Literal["head", "head, rotated", "head, rotated, no weights", "all_heads"]
 
@@ -88,6 +89,10 @@ class DecoderConfig:
     """Q, K and V are one weight, `qkv_proj`."""
     fused_gate_up: bool = False
     """Gate and up are one weight, `gate_up_proj`."""
+    lone: tuple[Literal["mixer", "mlp"], ...] = ()
+    """The one part of each layer, in models whose layers are attention, a recurrence or an MLP alone; empty where each
+    layer has both.
+    """
     mlp: Literal["mlp", "mlp.shared_experts"] = "mlp"
     """The name of the MLP among a layer's weights."""
     gated: bool = True
@@ -163,14 +168,26 @@ class DecoderConfig:
         """Return whether the layer keeps a state instead of K and V."""
         return self.recurrence is not None and self.recurrence.layers[layer]
 
+    def has_mixer(self, layer: int) -> bool:
+        """Return whether the layer attends or is recurrent."""
+        return not self.lone or self.lone[layer] == "mixer"
+
+    def has_mlp(self, layer: int) -> bool:
+        """Return whether the layer has an MLP or experts."""
+        return not self.lone or self.lone[layer] == "mlp"
+
+    def attends(self, layer: int) -> bool:
+        """Return whether the layer has K and V in the cache."""
+        return self.has_mixer(layer) and not self.is_recurrent(layer)
+
     def cache_layer(self, layer: int) -> int:
         """The place of a layer that attends among those that have K and V in the cache."""
-        return layer if self.recurrence is None else layer - self.recurrence.index(layer)
+        return sum(self.attends(index) for index in range(layer))
 
     @property
     def cache_layers(self) -> int:
         """The number of layers that have K and V in the cache."""
-        return self.num_hidden_layers - (0 if self.recurrence is None else self.recurrence.count)
+        return self.cache_layer(self.num_hidden_layers)
 
     def computed_in(self, dtype: DType) -> DType:
         """The dtype of activations, and of weights that are not in blocks, where `dtype` is asked for."""

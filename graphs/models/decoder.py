@@ -17,7 +17,7 @@ from paged_kv.graphs import ops as paged
 from paged_kv.graphs.inputs import graph_inputs, graph_states, input_types, state_input_types
 from paged_kv.graphs.layers import Rotary, StepRows
 from paged_kv.graphs.models.config import DecoderConfig, QueryGrowth
-from paged_kv.graphs.models.experts import chosen_experts
+from paged_kv.graphs.models.experts import chosen_experts, relu_squared
 from paged_kv.graphs.models.latent import latent_attention
 from paged_kv.graphs.models.parameters import Parameters
 from paged_kv.graphs.models.recurrent import recurrent_layer
@@ -93,24 +93,34 @@ def decode(steps: Sequence[DeviceStep], add_up: AddUp = lambda parts: parts) -> 
         # Of the last layer only the wanted rows reach the logits: of the others it has K and V alone.
         is_last = layer + 1 == config.num_hidden_layers
         of_use = [step.wanted if is_last else None for step in steps]
+        parts: list[TensorValue] = []
         ys = _normed(steps, layer, attention_in, xs)
-        parts = [
-            _recurrent(step, y, layer, rows)
-            if config.is_recurrent(layer)
-            else _attention(step, y, rotary[rope], layer, rows)
-            for step, y, rotary, rows in zip(steps, ys, rotaries, of_use, strict=True)
-        ]
-        xs = [x if rows is None else paged.take_rows(x, rows) for x, rows in zip(xs, of_use, strict=True)]
+        if config.has_mixer(layer):
+            parts = [
+                _recurrent(step, y, layer, rows)
+                if config.is_recurrent(layer)
+                else _attention(step, y, rotary[rope], layer, rows)
+                for step, y, rotary, rows in zip(steps, ys, rotaries, of_use, strict=True)
+            ]
+        xs, ys = _taken(xs, of_use), _taken(ys, of_use)
         if config.norm_place == "before both":
-            ys = [y if rows is None else paged.take_rows(y, rows) for y, rows in zip(ys, of_use, strict=True)]
             outputs = zip(steps, ys, parts, strict=True)
             parts = [part + _feed_forward(step.parameters, y, layer) for step, y, part in outputs]
         else:
-            xs = _plus(config, xs, _normed(steps, layer, attention_out, add_up(parts)))
-            ys = _normed(steps, layer, mlp_in, xs)
+            if config.has_mixer(layer):
+                xs = _plus(config, xs, _normed(steps, layer, attention_out, add_up(parts)))
+            if not config.has_mlp(layer):
+                continue
+            if not config.lone:
+                ys = _normed(steps, layer, mlp_in, xs)
             parts = [_feed_forward(step.parameters, y, layer) for step, y in zip(steps, ys, strict=True)]
         xs = _plus(config, xs, _normed(steps, layer, mlp_out, add_up(parts)))
     return xs
+
+
+def _taken(xs: list[TensorValue], of_use: list[TensorValue | None]) -> list[TensorValue]:
+    """Each device's rows that are of use."""
+    return [x if rows is None else paged.take_rows(x, rows) for x, rows in zip(xs, of_use, strict=True)]
 
 
 def _normed(steps: Sequence[DeviceStep], layer: int, name: str | None, xs: list[TensorValue]) -> list[TensorValue]:
@@ -247,7 +257,8 @@ def _mlp(parameters: Parameters, x: TensorValue, at: str) -> TensorValue:
     config = parameters.config
     if not config.gated:
         (inner,) = parameters.linear(x, f"{at}.c_fc")
-        return parameters.linear(ops.gelu(inner, "tanh"), f"{at}.c_proj")[0]
+        units = relu_squared(inner) if config.activation == "relu2" else ops.gelu(inner, "tanh")
+        return parameters.linear(units, f"{at}.c_proj")[0]
     if config.fused_gate_up:
         gate_up = parameters.linear(x, f"{at}.gate_up_proj")[0]
         gate, up = ops.split(gate_up, [int(gate_up.shape[1]) // 2] * 2, axis=-1)

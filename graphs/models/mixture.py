@@ -53,6 +53,8 @@ class Experts:
     """Its name among a mixture's weights."""
     bias: bool = False
     """The router and the experts have biases."""
+    gated: bool = True
+    """An expert multiplies by a gate; else it is `down(relu(up(x))^2)`."""
     units: ClampedUnits | None = None
     """The experts' gated units, where they are not SiLU's."""
     jitter: float | None = None

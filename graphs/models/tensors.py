@@ -91,10 +91,9 @@ def expected_tensors(config: DecoderConfig) -> dict[str, Shape]:
     `[out, in]`, those of a stack `[count, out, in]`.
     """
     tensors: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
-    # Layers differ in two ways alone: whether they have experts, and whether they are recurrent.
-    kinds: dict[tuple[bool, bool], dict[str, Shape]] = {}
+    kinds: dict[tuple[bool, ...], dict[str, Shape]] = {}
     for index in range(config.num_hidden_layers):
-        kind = config.has_experts(index), config.is_recurrent(index)
+        kind = config.has_experts(index), config.is_recurrent(index), config.has_mixer(index), config.has_mlp(index)
         layer = kinds.get(kind) or kinds.setdefault(kind, _layer(config, *kind))
         tensors |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
     tensors |= _norm(config, "model.norm")
@@ -129,7 +128,7 @@ def least_tensors(config: DecoderConfig, stored: Container[str]) -> int:
         return config.num_hidden_layers
     layers = [index for index in range(config.num_hidden_layers) if config.has_experts(index)]
     apart = sum(not _is_stacked(config.experts, f"model.layers.{index}.mlp.experts", stored) for index in layers)
-    return max(config.num_hidden_layers, 3 * config.experts.count * apart)
+    return max(config.num_hidden_layers, (3 if config.experts.gated else 2) * config.experts.count * apart)
 
 
 def checkpoint_tensors(config: DecoderConfig, stored: Container[str] = ()) -> dict[str, Shape]:
@@ -141,21 +140,21 @@ def checkpoint_tensors(config: DecoderConfig, stored: Container[str] = ()) -> di
     return tensors
 
 
-def _layer(config: DecoderConfig, has_experts: bool, is_recurrent: bool) -> dict[str, Shape]:
+def _layer(
+    config: DecoderConfig, has_experts: bool, is_recurrent: bool, has_mixer: bool, has_mlp: bool
+) -> dict[str, Shape]:
     linear: dict[str, Shape] = {}
-    if not has_experts:
-        down = f"{config.mlp}.{'down_proj' if config.gated else 'c_proj'}"
-        linear[down] = (config.hidden_size, config.intermediate_size)
-    linear |= _experts(config) if has_experts else _gate_and_up(config, config.mlp, config.intermediate_size)
+    if has_mlp:
+        linear = _experts(config) if has_experts else _mlp(config, config.mlp, config.intermediate_size)
     layer = _with_biases(config, linear)
-    for name in NORMS[config.norm_place]:
+    for name in NORMS[config.norm_place][: 1 if config.lone else None]:
         layer |= {} if name is None else _norm(config, name)
     if has_experts and config.experts is not None and (config.experts.sigmoid or config.experts.choice_bias):
         layer[f"mlp.{config.experts.router}.{CHOICE_BIAS}"] = (config.experts.count,)
     if is_recurrent and config.recurrence is not None:
         at = RECURRENT[config.recurrence.kind]
         return layer | {f"{at}.{name}": shape for name, shape in _recurrent(config, config.recurrence).items()}
-    return layer | _attention(config)
+    return layer | (_attention(config) if has_mixer else {})
 
 
 def _with_biases(config: DecoderConfig, linear: Mapping[str, Shape]) -> dict[str, Shape]:
@@ -234,26 +233,27 @@ def _norm(config: DecoderConfig, name: str) -> dict[str, Shape]:
     return {f"{name}.{kind}": (config.hidden_size,) for kind in kinds}
 
 
-def _gate_and_up(config: DecoderConfig, at: str, inner: int) -> dict[str, Shape]:
+def _mlp(config: DecoderConfig, at: str, inner: int) -> dict[str, Shape]:
     if not config.gated:
-        return {f"{at}.c_fc": (inner, config.hidden_size)}
+        return {f"{at}.c_fc": (inner, config.hidden_size), f"{at}.c_proj": (config.hidden_size, inner)}
+    layers: dict[str, Shape] = {f"{at}.down_proj": (config.hidden_size, inner)}
     if config.fused_gate_up:
-        return {f"{at}.gate_up_proj": (2 * inner, config.hidden_size)}
-    return {f"{at}.{name}_proj": (inner, config.hidden_size) for name in ("gate", "up")}
+        return layers | {f"{at}.gate_up_proj": (2 * inner, config.hidden_size)}
+    return layers | {f"{at}.{name}_proj": (inner, config.hidden_size) for name in ("gate", "up")}
 
 
 def _experts(config: DecoderConfig) -> dict[str, Shape]:
     assert config.experts is not None
     experts, hidden, shared = config.experts, config.hidden_size, "mlp.shared_experts"
     gate_and_up = {"gate": experts.inner, "up": experts.inner} if experts.apart else {"gate_up": 2 * experts.inner}
+    gate_and_up = gate_and_up if experts.gated else {"up": experts.inner}
     layers: dict[str, Shape] = {
         f"mlp.{experts.router}": (experts.count, hidden),
         **{f"mlp.experts.{name}_proj": (experts.count, rows, hidden) for name, rows in gate_and_up.items()},
         "mlp.experts.down_proj": (experts.count, hidden, experts.inner),
     }
     if experts.shared_inner:
-        layers[f"{shared}.down_proj"] = (hidden, experts.shared_inner)
-        layers |= _gate_and_up(config, shared, experts.shared_inner)
+        layers |= _mlp(config, shared, experts.shared_inner)
         if experts.shared_gate:
             layers["mlp.shared_expert_gate"] = (1, hidden)
     return layers
@@ -316,7 +316,7 @@ def _split_qkvz(config: DecoderConfig, recurrence: Recurrence, at: str, stored: 
 
 def _is_stacked(experts: Experts, at: str, stored: Container[str]) -> bool:
     """Return whether a checkpoint has the experts of a mixture in tensors of all of them."""
-    return experts.transposed or experts.apart or f"{at}.gate_up_proj" in stored
+    return experts.transposed or experts.apart or f"{at}.{'gate_up' if experts.gated else 'up'}_proj" in stored
 
 
 def _stacks(
@@ -325,7 +325,9 @@ def _stacks(
     """The experts of a layer: gate and up of each one below the other, and down."""
     experts = config.experts
     assert experts is not None
-    sizes = {"gate_up": (2 * experts.inner, config.hidden_size), "down": (config.hidden_size, experts.inner)}
+    of_units = {"gate_up": (2 * experts.inner, config.hidden_size)} if experts.gated else {}
+    of_units = of_units or {"up": (experts.inner, config.hidden_size)}
+    sizes = {**of_units, "down": (config.hidden_size, experts.inner)}
     found = {}
     for part, (rows, columns) in sizes.items():
         name, alternates = f"{at}.{part}_proj", experts.alternating and part == "gate_up"
@@ -335,7 +337,7 @@ def _stacks(
             shape = (columns, rows) if experts.transposed else (rows, columns)
             found[f"{name}.weight"] = _of_stack(name, (experts.count, *shape), experts.transposed, alternates)
         else:
-            apart = ("gate", "up") if part == "gate_up" else ("down",)
+            apart = ("gate", "up") if part == "gate_up" else (part,)
             found[f"{name}.weight"] = _of_each(at, apart, experts.count, (rows // len(apart), columns))
         if experts.bias:
             found[f"{name}.bias"] = _of_stack(f"{name}_bias", (experts.count, rows), False, alternates)

@@ -279,6 +279,27 @@ CASES = {
             "pad_token_id": 0,
         },
     ),
+    "nemotron_h": (
+        "NemotronH",
+        {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 24,
+            "ssm_state_size": 16,
+            "n_groups": 2,
+            "time_step_min": 0.3,  # as large as a third of the steps
+            "use_bias": True,
+            "mlp_bias": True,
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 40,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+            "pad_token_id": 0,
+        },
+    ),
     "gpt_oss": (
         "GptOss",
         {

@@ -67,7 +67,7 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
     metadata = Metadata(header, family.name, used)
     values: dict[str, Any] = {"architectures": [_ARCHITECTURES[family.name]], "hidden_act": "silu", **family.defaults}
     for key, name in {**_SIZES, **family.sizes}.items():
-        if key == "num_key_value_heads" and family.recurrent is not None:
+        if key in ("num_key_value_heads", "intermediate_size") and family.recurrent is not None:
             continue  # below
         if metadata.scalar(name) is not None:
             values[key] = metadata.integer(name)
@@ -112,7 +112,8 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
     if family.recurrent is not None:
         layers = values.get("num_hidden_layers", 0)
         values["layer_types"] = _recurrent_layers(metadata, family.recurrent)[:layers]
-        values["num_key_value_heads"] = _kv_heads(metadata)
+        values["num_key_value_heads"] = _of_some_layers(metadata, "attention.head_count_kv")
+        values["intermediate_size"] = _of_some_layers(metadata, "feed_forward_length")
     if family.windows is not None:
         narrow = narrow or [False] * metadata.integer("block_count")
         values["layer_types"] = ["sliding_attention" if is_narrow else "full_attention" for is_narrow in narrow]
@@ -197,19 +198,23 @@ def _recurrent_layers(metadata: Metadata, recurrent: str) -> list[str]:
         interval = metadata.integer("full_attention_interval", 4)
         said = np.arange(1, layers + 1) % interval != 0
     if not isinstance(said, np.ndarray) or said.size != layers or said.dtype.kind not in "biu":
-        raise metadata.error(name, f"a list of block_count = {layers} booleans is expected")
-    return [recurrent if is_recurrent else "full_attention" for is_recurrent in said]
+        raise metadata.error(name, f"a list of block_count = {layers} entries is expected")
+    types = [recurrent if is_recurrent else "full_attention" for is_recurrent in said]
+    inner = metadata.get("feed_forward_length")
+    if isinstance(inner, np.ndarray) and inner.size == layers:  # those with an MLP have nothing else
+        types = ["mlp" if width else kind for width, kind in zip(inner, types, strict=True)]
+    return types
 
 
-def _kv_heads(metadata: Metadata) -> int | None:
-    """The KV heads of the layers that have some; None where the file does not say."""
-    said = metadata.get("attention.head_count_kv")
+def _of_some_layers(metadata: Metadata, name: str) -> int | None:
+    """A number of the layers where it is not 0; None where the file does not say."""
+    said = metadata.get(name)
     if isinstance(said, np.ndarray):
         counts = set(said.tolist()) - {0}
         if len(counts) != 1:
-            raise metadata.error("attention.head_count_kv", "one number and 0 are expected")
+            raise metadata.error(name, "one number and 0 are expected")
         return int(counts.pop())
-    return None if said is None else metadata.integer("attention.head_count_kv")
+    return None if said is None else metadata.integer(name)
 
 
 def _special_tokens(header: GgufHeader) -> dict[str, Any]:
