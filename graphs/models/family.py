@@ -159,6 +159,8 @@ class Family:
     """The model that a `config.json` describes; raises `CheckpointError` for what would be computed wrongly."""
     gguf: Gguf | None = None
     """None: its models in GGUF files are not read, or call themselves another family's."""
+    more_gguf: tuple[Gguf, ...] = ()
+    """Other names of its architecture in GGUF files."""
     renames: Mapping[str, str] = field(default_factory=dict)
     """Parts of the names of tensors that its checkpoints have otherwise than the step: theirs, and the step's."""
     unread: tuple[str, ...] = ()

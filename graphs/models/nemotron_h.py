@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from paged_kv.graphs.models.config import DecoderConfig, read_config
@@ -90,35 +91,39 @@ def _of_metadata(values: Mapping[str, Any], number: Number) -> dict[str, Any]:
     }
 
 
+_GGUF = Gguf(
+    "nemotron_h",
+    layer=LAYER
+    | EXPERTS
+    | MAMBA
+    | {
+        "mlp.c_fc": "ffn_up",
+        "mlp.c_proj": "ffn_down",
+        "mlp.shared_experts.c_fc": "ffn_up_shexp",
+        "mlp.shared_experts.c_proj": "ffn_down_shexp",
+    },
+    eps=("layer_norm_epsilon", "attention.layer_norm_rms_epsilon"),
+    defaults={"time_step_min": 0.0},  # llama.cpp does not clamp time steps
+    sizes={
+        "num_experts_per_tok": "expert_used_count",
+        "n_group": "expert_group_count",
+        "topk_group": "expert_group_used_count",
+        "moe_intermediate_size": "expert_feed_forward_length",
+        "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+        **SSM_SIZES,
+    },
+    counts={"n_routed_experts": "expert_count", "n_shared_experts": "expert_shared_count"},
+    multipliers={"routed_scaling_factor": "expert_weights_scale"},
+    flags={"norm_topk_prob": "expert_weights_norm"},
+    finish=_of_metadata,
+    recurrent="linear_attention",
+)
 FAMILY = Family(
     architecture="NemotronHForCausalLM",
     model_type="nemotron_h",
     read=read,
-    gguf=Gguf(
-        "nemotron_h",
-        layer=LAYER
-        | EXPERTS
-        | MAMBA
-        | {
-            "mlp.c_fc": "ffn_up",
-            "mlp.c_proj": "ffn_down",
-            "mlp.shared_experts.c_fc": "ffn_up_shexp",
-            "mlp.shared_experts.c_proj": "ffn_down_shexp",
-        },
-        eps=("layer_norm_epsilon", "attention.layer_norm_rms_epsilon"),
-        defaults={"time_step_min": 0.0},  # llama.cpp does not clamp time steps
-        sizes={
-            "num_experts_per_tok": "expert_used_count",
-            "moe_intermediate_size": "expert_feed_forward_length",
-            "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
-            **SSM_SIZES,
-        },
-        counts={"n_routed_experts": "expert_count"},
-        multipliers={"routed_scaling_factor": "expert_weights_scale"},
-        flags={"norm_topk_prob": "expert_weights_norm"},
-        finish=_of_metadata,
-        recurrent="linear_attention",
-    ),
+    gguf=_GGUF,
+    more_gguf=(replace(_GGUF, name="nemotron_h_moe"),),
     renames={
         ".mixer.norm.": ".mamba.gated.",
         ".norm.": ".input_layernorm.",

@@ -74,7 +74,7 @@ def test_without_a_seed_each_request_draws_anew():
 def test_logits_that_are_no_numbers_name_their_request():
     class Broken(FakeModel):
         def step(self, tokens, cache_lengths, pages, *rest):
-            logits = super().step(tokens, cache_lengths, pages)
+            logits = super().step(tokens, cache_lengths, pages, *rest)
             logits[-1, 3] = np.inf
             return logits
 

@@ -82,10 +82,10 @@ class GgufCheckpoint:
         check_layers(config, self.header.tensors, self.header.file)
         tensors = {name: self._tensor(name) for name in expected_tensors(config)}
         encodings = [(name, tensor.encoding) for name, tensor in tensors.items() if tensor.encoding in GGUF_ENCODINGS]
-        attends = next(index for index in range(config.num_hidden_layers) if not config.is_recurrent(index))
+        attends = next((index for index in range(config.num_hidden_layers) if config.attends(index)), 0)
         at = f"model.layers.{attends}.self_attn"
-        query = tensors.get(f"{at}.q_proj.weight") or tensors[f"{at}.qkv_proj.weight"]
-        dtype = {"BF16": "bfloat16", "F16": "float16"}.get(query.encoding, "float32")
+        query = tensors.get(f"{at}.q_proj.weight") or tensors.get(f"{at}.qkv_proj.weight")
+        dtype = {"BF16": "bfloat16", "F16": "float16"}.get(query.encoding if query else "", "float32")
         return replace(config, encodings=tuple(encodings), float32_activations=bool(encodings), dtype=dtype)
 
     def load(self, config: DecoderConfig, dtype: DType, progress: OnProgress | None = None) -> dict[str, Buffer]:

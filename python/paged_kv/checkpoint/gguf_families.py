@@ -20,10 +20,13 @@ from paged_kv.graphs.models import FAMILIES
 from paged_kv.graphs.models.family import Gguf
 from paged_kv.graphs.models.fields import MAX_LAYERS
 
-GGUF_FAMILIES: dict[str, Gguf] = {family.gguf.name: family.gguf for family in FAMILIES.values() if family.gguf}
+GGUF_FAMILIES: dict[str, Gguf] = {}
 """By `general.architecture`."""
-_ARCHITECTURES = {family.gguf.name: family.architecture for family in FAMILIES.values() if family.gguf}
+_ARCHITECTURES: dict[str, str] = {}
 """Hugging Face's name of each."""
+for _family in FAMILIES.values():
+    for _gguf in (*((_family.gguf,) if _family.gguf else ()), *_family.more_gguf):
+        GGUF_FAMILIES[_gguf.name], _ARCHITECTURES[_gguf.name] = _gguf, _family.architecture
 
 _SIZES = {
     "hidden_size": "embedding_length",
