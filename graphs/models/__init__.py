@@ -47,6 +47,8 @@ from paged_kv.graphs.models import (
 from paged_kv.graphs.models.family import Family
 from paged_kv.graphs.models.fields import Fields
 
+_USUAL = "ForCausalLM"
+
 FAMILIES: dict[str, Family] = {
     family.architecture: family
     for family in (
@@ -115,5 +117,6 @@ def find_family(fields: Fields) -> Family:
         return types[kind]
     found = [name for name in names if name in FAMILIES] if isinstance(names, list) else []
     if not found:
-        raise fields.error("architectures", f"none of {', '.join(FAMILIES)}")
+        known = ", ".join(name.removesuffix(_USUAL) for name in FAMILIES)
+        raise fields.error("architectures", f"none of {known}, most with {_USUAL}")
     return FAMILIES[found[0]]

@@ -66,6 +66,8 @@ class Assembled:
     """Their names and shapes."""
     pieces: Callable[[], Iterator[TensorPart]]
     """Made when the tensors are known to be there: as many as a configuration says, whatever it says."""
+    is_stack: bool = True
+    """The weight is `[count, ...]`; else one matrix."""
     is_packed: bool = False
     """The sources are bytes, MXFP4 codes and scales, and so is the weight: blocks of codes and scale together."""
 
@@ -143,24 +145,27 @@ def checkpoint_tensors(config: DecoderConfig, stored: Container[str] = ()) -> di
 def _layer(
     config: DecoderConfig, has_experts: bool, is_recurrent: bool, has_mixer: bool, has_mlp: bool
 ) -> dict[str, Shape]:
+    attends = has_mixer and not is_recurrent
     linear: dict[str, Shape] = {}
+    if attends:
+        values = config.latent.v_dim if config.latent else config.head_dim
+        linear["self_attn.o_proj"] = (config.hidden_size, config.num_attention_heads * values)
+    if has_mlp and not has_experts:
+        linear |= _down(config, config.mlp, config.intermediate_size)
+    if attends:
+        linear |= {f"self_attn.{name}": shape for name, shape in _projections(config).items()}
     if has_mlp:
-        linear = _experts(config) if has_experts else _mlp(config, config.mlp, config.intermediate_size)
-    layer = _with_biases(config, linear)
+        linear |= _experts(config) if has_experts else _gate_and_up(config, config.mlp, config.intermediate_size)
+    layer: dict[str, Shape] = {f"{name}.weight": shape for name, shape in linear.items()}
+    layer |= {f"{name}.bias": shape[:-1] for name, shape in linear.items() if _has_bias(config, name)}
     for name in NORMS[config.norm_place][: 1 if config.lone else None]:
         layer |= {} if name is None else _norm(config, name)
     if has_experts and config.experts is not None and (config.experts.sigmoid or config.experts.choice_bias):
         layer[f"mlp.{config.experts.router}.{CHOICE_BIAS}"] = (config.experts.count,)
     if is_recurrent and config.recurrence is not None:
         at = RECURRENT[config.recurrence.kind]
-        return layer | {f"{at}.{name}": shape for name, shape in _recurrent(config, config.recurrence).items()}
-    return layer | (_attention(config) if has_mixer else {})
-
-
-def _with_biases(config: DecoderConfig, linear: Mapping[str, Shape]) -> dict[str, Shape]:
-    """The tensors of linear layers."""
-    tensors = {f"{name}.weight": shape for name, shape in linear.items()}
-    return tensors | {f"{name}.bias": shape[:-1] for name, shape in linear.items() if _has_bias(config, name)}
+        layer |= {f"{at}.{name}": shape for name, shape in _recurrent(config, config.recurrence).items()}
+    return layer | (_beside_attention(config) if attends else {})
 
 
 def _recurrent(config: DecoderConfig, recurrence: Recurrence) -> dict[str, Shape]:
@@ -187,15 +192,13 @@ def _recurrent(config: DecoderConfig, recurrence: Recurrence) -> dict[str, Shape
     return tensors | biases | conv | gates
 
 
-def _attention(config: DecoderConfig) -> dict[str, Shape]:
-    hidden, heads, latent = config.hidden_size, config.num_attention_heads, config.latent
-    linear: dict[str, Shape] = {"self_attn.o_proj": (hidden, heads * (latent.v_dim if latent else config.head_dim))}
-    linear |= {f"self_attn.{name}": shape for name, shape in _projections(config).items()}
-    layer = _with_biases(config, linear)
-    if latent is not None:
-        layer["self_attn.kv_a_layernorm.weight"] = (latent.kv_rank,)
-        if latent.q_rank is not None:
-            layer["self_attn.q_a_layernorm.weight"] = (latent.q_rank,)
+def _beside_attention(config: DecoderConfig) -> dict[str, Shape]:
+    """Tensors of attention that are no linear layers."""
+    layer: dict[str, Shape] = {}
+    if config.latent is not None:
+        layer["self_attn.kv_a_layernorm.weight"] = (config.latent.kv_rank,)
+        if config.latent.q_rank is not None:
+            layer["self_attn.q_a_layernorm.weight"] = (config.latent.q_rank,)
     if config.sinks:
         layer["self_attn.sinks"] = (config.num_attention_heads,)
     if config.qk_norm not in (None, "head, rotated, no weights"):
@@ -233,13 +236,16 @@ def _norm(config: DecoderConfig, name: str) -> dict[str, Shape]:
     return {f"{name}.{kind}": (config.hidden_size,) for kind in kinds}
 
 
-def _mlp(config: DecoderConfig, at: str, inner: int) -> dict[str, Shape]:
+def _down(config: DecoderConfig, at: str, inner: int) -> dict[str, Shape]:
+    return {f"{at}.{'down_proj' if config.gated else 'c_proj'}": (config.hidden_size, inner)}
+
+
+def _gate_and_up(config: DecoderConfig, at: str, inner: int) -> dict[str, Shape]:
     if not config.gated:
-        return {f"{at}.c_fc": (inner, config.hidden_size), f"{at}.c_proj": (config.hidden_size, inner)}
-    layers: dict[str, Shape] = {f"{at}.down_proj": (config.hidden_size, inner)}
+        return {f"{at}.c_fc": (inner, config.hidden_size)}
     if config.fused_gate_up:
-        return layers | {f"{at}.gate_up_proj": (2 * inner, config.hidden_size)}
-    return layers | {f"{at}.{name}_proj": (inner, config.hidden_size) for name in ("gate", "up")}
+        return {f"{at}.gate_up_proj": (2 * inner, config.hidden_size)}
+    return {f"{at}.{name}_proj": (inner, config.hidden_size) for name in ("gate", "up")}
 
 
 def _experts(config: DecoderConfig) -> dict[str, Shape]:
@@ -253,7 +259,8 @@ def _experts(config: DecoderConfig) -> dict[str, Shape]:
         "mlp.experts.down_proj": (experts.count, hidden, experts.inner),
     }
     if experts.shared_inner:
-        layers |= _mlp(config, shared, experts.shared_inner)
+        layers |= _down(config, shared, experts.shared_inner)
+        layers |= _gate_and_up(config, shared, experts.shared_inner)
         if experts.shared_gate:
             layers["mlp.shared_expert_gate"] = (1, hidden)
     return layers
@@ -309,8 +316,8 @@ def _split_qkvz(config: DecoderConfig, recurrence: Recurrence, at: str, stored: 
 
     qkv, z = [(0, dim), (dim, dim), (2 * dim, of_values)], [(2 * dim + of_values, of_values)]
     return {
-        f"{at}.in_proj_qkv.weight": Assembled(sources, lambda: pieces(qkv)),
-        f"{at}.in_proj_z.weight": Assembled(sources, lambda: pieces(z)),
+        f"{at}.in_proj_qkv.weight": Assembled(sources, lambda: pieces(qkv), is_stack=False),
+        f"{at}.in_proj_z.weight": Assembled(sources, lambda: pieces(z), is_stack=False),
     }
 
 

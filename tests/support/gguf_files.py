@@ -5,7 +5,7 @@ import numpy as np
 import torch
 import transformers
 
-from support import gguf_blocks
+from support import gguf_blocks, gguf_hybrids
 from support.gguf_blocks import KINDS, dequantise, quantise
 
 SIZES = {
@@ -114,6 +114,7 @@ MODELS = {
         {"head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 32, "tie_word_embeddings": True,
          "num_hidden_layers": 7},
     ),
+    **gguf_hybrids.MODELS,
 }  # fmt: skip
 """Transformers' configuration of each of GGUF's architectures, and what is not in `SIZES`."""
 
@@ -140,6 +141,10 @@ ARCHITECTURES = {
     "ernie4_5_moe": "ernie4_5-moe",
     "ministral3": "mistral3",
     "llama4_text": "llama4",
+    "qwen3_next": "qwen3next",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
+    "granitemoehybrid": "granitehybrid",
 }
 
 _KEYS = {
@@ -168,6 +173,8 @@ _KEYS = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
+UNMIXED = ("nemotron_h",)
+"""Architectures whose configurations have experts that they do not use."""
 _YARN = {
     "factor": "factor",
     "original_context_length": "original_max_position_embeddings",
@@ -218,6 +225,8 @@ def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors
     """
     config = model.config
     architecture = ARCHITECTURES.get(config.model_type, config.model_type)
+    if architecture == "nemotron_h" and "moe" in config.layers_block_type:
+        architecture = "nemotron_h_moe"
     writer = gguf.GGUFWriter(file, architecture, split_max_tensors=part_tensors)
     values = {}
     for key, name in _KEYS.items():
@@ -240,8 +249,10 @@ def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors
             value = getattr(config, "moe_layer_start_index", None)
         if value is None and name == "head_dim":
             value = config.hidden_size // config.num_attention_heads
-        if value is not None and key not in drop:
+        if value is not None and key not in drop and not (key.startswith("expert") and architecture in UNMIXED):
             values[f"{architecture}.{key}"] = value
+    if architecture in gguf_hybrids.MODELS:
+        values |= gguf_hybrids.keys(architecture, config)
     if architecture == "glm4moe":
         values |= {"glm4moe.expert_weights_norm": config.norm_topk_prob, "glm4moe.expert_gating_func": 2}
     if architecture == "ernie4_5-moe":
@@ -250,7 +261,8 @@ def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors
     if config.model_type in ("olmo3", "exaone4") and config.sliding_window:
         narrow = [kind == "sliding_attention" for kind in config.layer_types]
         values[f"{architecture}.attention.sliding_window_pattern"] = narrow
-    parameters = config.rope_parameters.get("full_attention", config.rope_parameters)
+    rope = getattr(config, "rope_parameters", None) or {"rope_theta": 10000.0}
+    parameters = rope.get("full_attention", rope)
     values[f"{architecture}.rope.freq_base"] = parameters["rope_theta"]
     part = parameters.get("partial_rotary_factor", 1.0)
     if part != 1:
@@ -274,10 +286,14 @@ def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors
     with torch.no_grad():
         for name, weight in hugging_face_weights(model).items():
             known = name.replace("sinks.weight", "sinks").replace("correction_bias", "correction.bias")
-            stored = names.get_name(known, try_suffixes=(".weight", ".bias"))
+            stored = gguf_hybrids.stored_name(name) or names.get_name(known, try_suffixes=(".weight", ".bias"))
+            if architecture == "lfm2" and name == "model.norm.weight":
+                stored = "token_embd_norm.weight"
+            if architecture == "lfm2":
+                stored = stored.replace("post_attention_norm", "ffn_norm")
             if name.endswith("sinks.weight"):
                 stored += ".weight"
-            plain = weight.ndim == 1 or name.endswith(".bias") or "ffn_gate_inp" in stored
+            plain = weight.ndim == 1 or name.endswith(".bias") or "ffn_gate_inp" in stored or "conv" in stored
             kind = "F32" if plain else encoding_of(stored)
             values = _converted(architecture, name, weight.numpy(), config)
             rows = _encoded(values.reshape(-1, values.shape[-1]), kind)
@@ -307,6 +323,8 @@ def hugging_face_weights(model):
     """
     found = {}
     kind_of_model = model.config.model_type
+    if ARCHITECTURES.get(kind_of_model, kind_of_model) in gguf_hybrids.MODELS:
+        return gguf_hybrids.weights(model)
     alternates, transposed = kind_of_model == "gpt_oss", kind_of_model in ("gpt_oss", "llama4_text")
     for name, weight in [*model.named_parameters(), *_choice_biases(model).items()]:
         for theirs, ours in RENAMED.items():
@@ -374,7 +392,9 @@ def _decoded(data, kind):
 
 def _converted(architecture, name, values, config, back=False):
     """The converter's changes: rows of q and k of each head by turns from its halves, and norms of Gemma plus 1."""
-    if architecture in ("llama", "granite", "granitemoe", "smollm3", "mistral3") and name.split(".")[-2] in (
+    if architecture in ("llama", "granite", "granitemoe", "granitehybrid", "smollm3", "mistral3") and name.split(".")[
+        -2
+    ] in (
         "q_proj",
         "k_proj",
     ):
@@ -384,4 +404,8 @@ def _converted(architecture, name, values, config, back=False):
         return np.ascontiguousarray(values[np.argsort(order)] if back else values[order])
     if architecture in GEMMAS and name.endswith("norm.weight"):
         return values - 1 if back else values + 1
+    if architecture in gguf_hybrids.MODELS:
+        found = gguf_hybrids.converted(architecture, name, values, config, back)
+        if found is not None:
+            return np.ascontiguousarray(found)
     return np.ascontiguousarray(values)

@@ -154,7 +154,7 @@ def test_what_is_no_positive_integer_is_refused(tmp_path, key, value):
 BAD = [
     (
         {"architectures": ["BertModel"]},
-        r'architectures = \["BertModel"\]: none of LlamaForCausalLM, Mistral',
+        r'architectures = \["BertModel"\]: none of Llama, Mistral',
     ),
     ({"architectures": "LlamaForCausalLM"}, r"architectures = "),
     ({"architectures": None, "model_type": "bert"}, r'model_type = "bert": none of llama, mistral'),

@@ -190,11 +190,11 @@ def test_a_whole_file_that_says_what_is_not_so_is_not_read(tmp_path):
     disk.grow(chain, PROMPT, 2)
     file = tmp_path / f"{chain[2].hex()}.page"
     tokens, bits = np.array(PROMPT[8:16]), np.full((1, 8), 3, np.uint32)
-    true = disk._said_of(chain[1])
+    true = disk._said_of(chain[1], "page")
     assert len(pack(tokens, bits, true)) == file.stat().st_size
     for lying_tokens, said in (
         (tokens[::-1].copy(), true),
-        (tokens, disk._said_of(chain[2])),
+        (tokens, disk._said_of(chain[2], "page")),
         (tokens, true | {"model": "fakd"}),
         (tokens, true | {"kernels": "fakd"}),
         (tokens, expected(disk._model)),
@@ -386,7 +386,7 @@ def test_a_writer_that_is_held_up_holds_no_step_up(tmp_path, monkeypatch):
             prompt = [first, *PROMPT]
             assert answered(engine, prompt) == alone(prompt, FIVE)
             worker = worker or engine._disk._worker
-            assert engine._disk._queue.qsize() <= 2 * engine._disk._most_queued < 30
+            assert engine._disk._queue.qsize() <= 2 * engine._disk._most_queued["page"] < 30
         assert worker is not None
         engine.flush()
     assert bytes_in(tmp_path, pages_only=True) == 0

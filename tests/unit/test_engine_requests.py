@@ -24,9 +24,9 @@ class Played:
         model = FakeModel(num_pages, page_size, max_positions)
         step = model.step
 
-        def recorded(tokens, cache_lengths, pages):
+        def recorded(tokens, cache_lengths, *rest):
             self.steps.append([(cached, len(new)) for new, cached in zip(tokens, cache_lengths, strict=True)])
-            return step(tokens, cache_lengths, pages)
+            return step(tokens, cache_lengths, *rest)
 
         model.step = recorded
         self.engine = Engine(model, share_prefixes=False, **options)

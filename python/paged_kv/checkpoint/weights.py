@@ -221,7 +221,7 @@ class Checkpoint:
         if encoding is not None:
             shape, dtype = (*shape[:-1], row_bytes(encoding, shape[-1])), DType.uint8
         whole = np.empty(shape, numpy_dtype(dtype))
-        result = whole if len(shape) == 3 else whole[None]
+        result = whole if assembled.is_stack else whole[None]
         with ExitStack() as stack, np.errstate(over="ignore"):
             files = {self.tensors[name].file for name in assembled.sources if name not in packed}
             opened = {
