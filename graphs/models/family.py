@@ -119,6 +119,8 @@ class Gguf:
     recurrent: str | None = None
     """Hugging Face's name of recurrent layers in `layer_types`. The file tells which they are: by a list, by how many
     lie between two that attend, or by KV heads, of which they have none. None: the architecture has no such layers."""
+    lone: bool = False
+    """A layer with an inner dimension is an MLP alone; the others have none."""
     rotates_windows_apart: bool = False
     """Layers with a window have a rotation of their own."""
     window_theta: float | None = None

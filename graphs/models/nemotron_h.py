@@ -80,9 +80,9 @@ def _of_metadata(values: Mapping[str, Any], number: Number) -> dict[str, Any]:
     """Nemotron-H's own words for sizes of Mamba-2; MLPs are experts where there are some."""
     del number
     inner, heads = values["ssm_inner_size"], values["mamba_n_heads"]
-    experts = bool(values["n_routed_experts"])
+    experts = bool(values.get("n_routed_experts"))
     return {
-        "mamba_head_dim": inner // heads if inner % heads == 0 else None,
+        "mamba_head_dim": inner // heads if inner % heads == 0 else inner / heads,
         "mamba_num_heads": heads,
         "n_groups": values["mamba_n_groups"],
         "ssm_state_size": values["mamba_d_state"],
@@ -104,6 +104,14 @@ _GGUF = Gguf(
     },
     eps=("layer_norm_epsilon", "attention.layer_norm_rms_epsilon"),
     defaults={"time_step_min": 0.0},  # llama.cpp does not clamp time steps
+    sizes=SSM_SIZES,
+    finish=_of_metadata,
+    recurrent="linear_attention",
+    lone=True,
+)
+_WITH_EXPERTS = replace(
+    _GGUF,
+    name="nemotron_h_moe",
     sizes={
         "num_experts_per_tok": "expert_used_count",
         "n_group": "expert_group_count",
@@ -115,15 +123,13 @@ _GGUF = Gguf(
     counts={"n_routed_experts": "expert_count", "n_shared_experts": "expert_shared_count"},
     multipliers={"routed_scaling_factor": "expert_weights_scale"},
     flags={"norm_topk_prob": "expert_weights_norm"},
-    finish=_of_metadata,
-    recurrent="linear_attention",
 )
 FAMILY = Family(
     architecture="NemotronHForCausalLM",
     model_type="nemotron_h",
     read=read,
     gguf=_GGUF,
-    more_gguf=(replace(_GGUF, name="nemotron_h_moe"),),
+    more_gguf=(_WITH_EXPERTS,),
     renames={
         ".mixer.norm.": ".mamba.gated.",
         ".norm.": ".input_layernorm.",

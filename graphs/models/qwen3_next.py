@@ -99,7 +99,7 @@ def of_metadata(values: Mapping[str, Any], number: Number) -> dict[str, Any]:
     """The width of a value, from that of all of them."""
     del number
     inner, heads = values["ssm_inner_size"], values["linear_num_value_heads"]
-    return {"linear_value_head_dim": inner // heads if inner % heads == 0 else None}
+    return {"linear_value_head_dim": inner // heads if inner % heads == 0 else inner / heads}
 
 
 GGUF = Gguf(

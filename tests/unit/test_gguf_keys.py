@@ -26,6 +26,8 @@ OWN = {
     "gpt-oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}},
     "mistral3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+    "nemotron_h": {"layers_block_type": ["full_attention", "mlp"]},
+    "nemotron_h_moe": {"layers_block_type": ["full_attention", "moe"]},
 }
 """The keys that a plain file's model has of its own."""
 GRANITE = {"expert_shared_feed_forward_length", "ssm.conv_kernel", "ssm.group_count", "ssm.inner_size",
@@ -65,12 +67,19 @@ NOT_NEUTRAL = {
     "ernie4_5-moe": {"leading_dense_block_count"},
     "llama4": {"expert_gating_func"},
     "olmoe": {"expert_weights_norm", "feed_forward_length"},
+    "granitehybrid": {"attention.scale", "feed_forward_length", "rope.scaling.finetuned"},
+    "nemotron_h": {"feed_forward_length"},
+    "nemotron_h_moe": {"feed_forward_length", "expert_shared_count", "expert_weights_scale", "expert_weights_norm"},
 }
 LAYER_NORMS = {"attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"}
 OWN_WITHOUT_EFFECT = {
     "granite": GRANITE,
     "ernie4_5-moe": {"expert_shared_count"},
     "stablelm": {"use_parallel_residual"},
+    **dict.fromkeys(
+        ("qwen3next", "granitehybrid", "lfm2", "nemotron_h", "nemotron_h_moe"), {"full_attention_interval"}
+    ),
+    **dict.fromkeys(("qwen35", "qwen35moe"), {"full_attention_interval", "rope.dimension_sections"}),
 }
 
 
@@ -79,7 +88,9 @@ HUGGING_FACE = {
     "attention.key_length": "head_dim", "attention.layer_norm_rms_epsilon": "rms_norm_eps", "block_count": "tensor",
     "leading_dense_block_count": "tensor", "interleave_moe_layer_step": "tensor",
     "logit_scale": "logits_scaling", "attention.layer_norm_epsilon": "norm_eps", "rope.freq_base": "rope_theta",
-    "expert_used_count": "num_experts_per_tok", "expert_count": "expert_used_count",
+    "expert_used_count": "num_experts_per_tok", "expert_count": "expert", "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group", "embedding_length": "values", "feed_forward_length": "tensor",
+    "ssm.group_count": "head", "ssm.inner_size": "head", "ssm.time_step_rank": "head",
 }  # fmt: skip
 """The words that an error may say instead."""
 WINDOWED = ("llama", "phi3", "olmo2", "gemma2", "gemma3", "gpt-oss", "exaone4", "cohere2")

@@ -114,7 +114,7 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
         values["num_experts_per_tok"] = metadata.integer("expert_used_count")
     if family.recurrent is not None:
         layers = values.get("num_hidden_layers", 0)
-        values["layer_types"] = _recurrent_layers(metadata, family.recurrent)[:layers]
+        values["layer_types"] = _recurrent_layers(metadata, family)[:layers]
         values["num_key_value_heads"] = _of_some_layers(metadata, "attention.head_count_kv")
         values["intermediate_size"] = _of_some_layers(metadata, "feed_forward_length")
     if family.windows is not None:
@@ -191,7 +191,7 @@ def _windowed_layers(metadata: Metadata, family: Gguf) -> list[bool]:
     return [period == 0 or index % period < period - 1 for index in range(layers)]
 
 
-def _recurrent_layers(metadata: Metadata, recurrent: str) -> list[str]:
+def _recurrent_layers(metadata: Metadata, family: Gguf) -> list[str]:
     """The type of each layer, those that draft tokens included."""
     layers, name = metadata.integer("block_count", most=MAX_LAYERS), "attention.recurrent_layers"
     said, of_layers = metadata.get(name), metadata.get("attention.head_count_kv")
@@ -202,9 +202,9 @@ def _recurrent_layers(metadata: Metadata, recurrent: str) -> list[str]:
         said = np.arange(1, layers + 1) % interval != 0
     if not isinstance(said, np.ndarray) or said.size != layers or said.dtype.kind not in "biu":
         raise metadata.error(name, f"a list of block_count = {layers} entries is expected")
-    types = [recurrent if is_recurrent else "full_attention" for is_recurrent in said]
+    types = [family.recurrent or "" if is_recurrent else "full_attention" for is_recurrent in said]
     inner = metadata.get("feed_forward_length")
-    if isinstance(inner, np.ndarray) and inner.size == layers:  # those with an MLP have nothing else
+    if family.lone and isinstance(inner, np.ndarray) and inner.size == layers:
         types = ["mlp" if width else kind for width, kind in zip(inner, types, strict=True)]
     return types
 
@@ -214,9 +214,9 @@ def _of_some_layers(metadata: Metadata, name: str) -> int | None:
     said = metadata.get(name)
     if isinstance(said, np.ndarray):
         counts = set(said.tolist()) - {0}
-        if len(counts) != 1:
+        if len(counts) > 1:
             raise metadata.error(name, "one number and 0 are expected")
-        return int(counts.pop())
+        return int(counts.pop()) if counts else None
     return None if said is None else metadata.integer(name)
 
 
