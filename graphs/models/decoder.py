@@ -6,6 +6,7 @@ server has inputs of its own); `build_step` makes the graph that the engine runs
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -55,6 +56,11 @@ def state_shapes(config: DecoderConfig, slots: int | str) -> list[list[int | str
         return []
     shapes = (config.recurrence.conv_shape(slots), config.recurrence.matrix_shape(slots))
     return [shape for shape in shapes if shape is not None]
+
+
+def state_bytes(config: DecoderConfig) -> int:
+    """Bytes of one slot of state; 0 where no layer is recurrent."""
+    return sum(DType.float32.size_in_bytes * math.prod(map(int, shape)) for shape in state_shapes(config, 1))
 
 
 @dataclass(frozen=True)

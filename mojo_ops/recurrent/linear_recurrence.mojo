@@ -214,27 +214,22 @@ struct LinearRecurrence[delta: Bool](TrivialRegisterPassable):
     @always_inline
     def read(self, s: FloatPointer, k: FloatPointer, q: FloatPointer) -> Tuple[FloatVector, FloatVector]:
         """The products of a block with k and q."""
-        var m, w = FloatVector(0), FloatVector(0)
-        for r in range(self.at.key_dim):
-            var each = s.unsafe_load[width=LANES](r * LANES)
-            comptime if Self.delta:
-                m = each.fma(k[unsafe_offset=r], m)
-            w = each.fma(q[unsafe_offset=r], w)
-        return m, w
+        var sums = BlockSums[Self.delta]()
+        for r in range(0, self.at.key_dim & ~1, 2):
+            sums.add[0](s.unsafe_load[width=LANES](r * LANES), k, q, r)
+            sums.add[1](s.unsafe_load[width=LANES](r * LANES + LANES), k, q, r + 1)
+        if self.at.key_dim & 1 != 0:
+            var last = self.at.key_dim - 1
+            sums.add[0](s.unsafe_load[width=LANES](last * LANES), k, q, last)
+        return sums.totals()
 
     @always_inline
     def begin(
         self, s: FloatPointer, k: FloatPointer, u: FloatVector, next_k: FloatPointer, q: FloatPointer
     ) -> Tuple[FloatVector, FloatVector]:
         """A block that was zero: what the first row adds, and its products with k and q of the next."""
-        var m, w = FloatVector(0), FloatVector(0)
-        for r in range(self.at.key_dim):
-            var each = k[unsafe_offset=r] * u
-            s.unsafe_store(r * LANES, each)
-            comptime if Self.delta:
-                m = each.fma(next_k[unsafe_offset=r], m)
-            w = each.fma(q[unsafe_offset=r], w)
-        return m, w
+        self.outer(s, k, u)
+        return self.read(s, next_k, q)
 
     @always_inline
     def advance(
@@ -248,27 +243,20 @@ struct LinearRecurrence[delta: Bool](TrivialRegisterPassable):
         q: FloatPointer,
     ) -> Tuple[FloatVector, FloatVector]:
         """Adds what a row left to add, and takes the products with k and q of the next."""
-        var m, w, m1, w1 = FloatVector(0), FloatVector(0), FloatVector(0), FloatVector(0)
-        var even = self.at.key_dim & ~1
-        for r in range(0, even, 2):
-            var one = from_.unsafe_load[width=LANES](r * LANES) * decay
-            var two = from_.unsafe_load[width=LANES](r * LANES + LANES) * decay
-            one = u.fma(k[unsafe_offset=r], one)
-            two = u.fma(k[unsafe_offset=r + 1], two)
+        var sums = BlockSums[Self.delta]()
+        for r in range(0, self.at.key_dim & ~1, 2):
+            var one = u.fma(k[unsafe_offset=r], from_.unsafe_load[width=LANES](r * LANES) * decay)
+            var two = u.fma(k[unsafe_offset=r + 1], from_.unsafe_load[width=LANES](r * LANES + LANES) * decay)
             s.unsafe_store(r * LANES, one)
             s.unsafe_store(r * LANES + LANES, two)
-            comptime if Self.delta:
-                m = one.fma(next_k[unsafe_offset=r], m)
-                m1 = two.fma(next_k[unsafe_offset=r + 1], m1)
-            w = one.fma(q[unsafe_offset=r], w)
-            w1 = two.fma(q[unsafe_offset=r + 1], w1)
-        for r in range(even, self.at.key_dim):
-            var one = u.fma(k[unsafe_offset=r], from_.unsafe_load[width=LANES](r * LANES) * decay)
-            s.unsafe_store(r * LANES, one)
-            comptime if Self.delta:
-                m = one.fma(next_k[unsafe_offset=r], m)
-            w = one.fma(q[unsafe_offset=r], w)
-        return m + m1, w + w1
+            sums.add[0](one, next_k, q, r)
+            sums.add[1](two, next_k, q, r + 1)
+        if self.at.key_dim & 1 != 0:
+            var last = self.at.key_dim - 1
+            var one = u.fma(k[unsafe_offset=last], from_.unsafe_load[width=LANES](last * LANES) * decay)
+            s.unsafe_store(last * LANES, one)
+            sums.add[0](one, next_k, q, last)
+        return sums.totals()
 
     @always_inline
     def update(self, to: FloatPointer, from_: FloatPointer, decay: Float32, k: FloatPointer, u: FloatVector):
@@ -282,6 +270,37 @@ struct LinearRecurrence[delta: Bool](TrivialRegisterPassable):
         """The block after a first row."""
         for r in range(self.at.key_dim):
             to.unsafe_store(r * LANES, k[unsafe_offset=r] * u)
+
+
+struct BlockSums[delta: Bool](TrivialRegisterPassable):
+    """The products of a block's rows with k and q, even and odd rows apart: always in this order, so that a text's
+    results do not depend on the steps that it comes in."""
+
+    var m: FloatVector
+    var m_odd: FloatVector
+    var w: FloatVector
+    var w_odd: FloatVector
+
+    @always_inline
+    def __init__(out self):
+        self.m, self.m_odd, self.w, self.w_odd = FloatVector(0), FloatVector(0), FloatVector(0), FloatVector(0)
+
+    @always_inline
+    def add[odd: Int](mut self, row: FloatVector, k: FloatPointer, q: FloatPointer, r: Int):
+        """Adds row r of a block."""
+        comptime if odd == 0:
+            comptime if Self.delta:
+                self.m = row.fma(k[unsafe_offset=r], self.m)
+            self.w = row.fma(q[unsafe_offset=r], self.w)
+        else:
+            comptime if Self.delta:
+                self.m_odd = row.fma(k[unsafe_offset=r], self.m_odd)
+            self.w_odd = row.fma(q[unsafe_offset=r], self.w_odd)
+
+    @always_inline
+    def totals(self) -> Tuple[FloatVector, FloatVector]:
+        """The products with k (of use for the delta rule alone) and with q."""
+        return self.m + self.m_odd, self.w + self.w_odd
 
 
 def dot(x: FloatPointer, y: FloatPointer, count: Int) -> Float32:

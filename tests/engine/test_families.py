@@ -10,7 +10,8 @@ from support.llama_family import Member, load_family
 
 # Norms on both sides of the layers; test_llama.py has them in front. 2 ** -8 for each of some ten roundings in a row,
 # and of some twenty.
-BFLOAT16 = {"gemma3": 0.05, "gpt_oss": 0.08}
+BFLOAT16 = {"gemma3": 0.05, "gpt_oss": 0.08, "qwen3_5": 0.05}
+HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "granite_hybrid", "lfm2", "nemotron_h")
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +36,10 @@ def test_in_bfloat16_logits_are_near(folder, models, name):
     assert_logits(models[f"{name}, bfloat16"], folder / name, BFLOAT16[name], norm_error)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "phi3", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen2", "phi3", "gemma3", "gpt_oss", *HYBRIDS])
 def test_texts_in_company_are_those_of_each_prompt_alone(models, name):
-    """Layers with and without windows, or all with one, whose pages are given back as texts grow: prompts in chunks,
-    with drafts, and more of them than there are pages for.
+    """Layers with and without windows, or all with one, whose pages are given back as texts grow, or with states:
+    prompts in chunks, with drafts, and more of them than there are pages for.
     """
     alone = [engine_texts(models[name], [prompt], 40)[0] for prompt in PROMPTS]
     assert engine_texts(models[name], PROMPTS, 40, max_step_tokens=24, speculate="lookup", num_pages=12) == alone

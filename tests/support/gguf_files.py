@@ -405,7 +405,7 @@ def _converted(architecture, name, values, config, back=False):
     if architecture in GEMMAS and name.endswith("norm.weight"):
         return values - 1 if back else values + 1
     if architecture in gguf_hybrids.MODELS:
-        found = gguf_hybrids.converted(architecture, name, values, config, back)
+        found = gguf_hybrids.converted(architecture, name, values, back)
         if found is not None:
             return np.ascontiguousarray(found)
     return np.ascontiguousarray(values)

@@ -9,7 +9,7 @@ DELTA = {
     "linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
 }  # fmt: skip
-"""As many value heads as key heads: with more, the converter has them in another order, which the step takes as it is."""
+"""As many value heads as key heads: with more, the converter has them in another order, which the step takes so."""
 SHARED = {
     "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256,
 }  # fmt: skip
@@ -54,11 +54,18 @@ PARTS = {
 """Parts of a layer, and their names in GGUF."""
 BARE = {"A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias"}
 LFM2 = {
-    ".conv.conv.": ".conv.conv1d.", ".out_proj.": ".o_proj.", ".conv.o_proj.": ".conv.out_proj.", "_layernorm.": "_norm.",
-    ".feed_forward.w1.": ".mlp.gate_proj.", ".feed_forward.w3.": ".mlp.up_proj.", ".feed_forward.w2.": ".mlp.down_proj.",
-    ".operator_norm.": ".input_layernorm.", ".ffn_norm.": ".post_attention_layernorm.",
+    ".conv.conv.": ".conv.conv1d.",
+    ".out_proj.": ".o_proj.",
+    ".conv.o_proj.": ".conv.out_proj.",
+    "_layernorm.": "_norm.",
+    ".feed_forward.w1.": ".mlp.gate_proj.",
+    ".feed_forward.w3.": ".mlp.up_proj.",
+    ".feed_forward.w2.": ".mlp.down_proj.",
+    ".operator_norm.": ".input_layernorm.",
+    ".ffn_norm.": ".post_attention_layernorm.",
     "model.embedding_norm.": "model.norm.",
-}  # fmt: skip
+}
+"""Parts of names in transformers, and those of a step."""
 
 
 def weights(model):
@@ -126,7 +133,7 @@ def stored_name(name):
     return f"blk.{layer}.{PARTS[part]}.{kind}" if part in PARTS else None
 
 
-def converted(architecture, name, values, config, back):
+def converted(architecture, name, values, back):
     """The converter's changes of a weight, or None of others."""
     if name.endswith("A_log"):
         return np.log(-values) if back else -np.exp(values)

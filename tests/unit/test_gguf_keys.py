@@ -76,10 +76,9 @@ OWN_WITHOUT_EFFECT = {
     "granite": GRANITE,
     "ernie4_5-moe": {"expert_shared_count"},
     "stablelm": {"use_parallel_residual"},
-    **dict.fromkeys(
-        ("qwen3next", "granitehybrid", "lfm2", "nemotron_h", "nemotron_h_moe"), {"full_attention_interval"}
-    ),
-    **dict.fromkeys(("qwen35", "qwen35moe"), {"full_attention_interval", "rope.dimension_sections"}),
+    **{key: {"full_attention_interval"} for key in ("qwen3next", "granitehybrid", "lfm2")},
+    **{key: {"full_attention_interval"} for key in ("nemotron_h", "nemotron_h_moe")},
+    **{key: {"full_attention_interval", "rope.dimension_sections"} for key in ("qwen35", "qwen35moe")},
 }
 
 

@@ -95,7 +95,7 @@ class DecoderModel:
         if config.recurrence is not None:
             if not self._device.is_host:
                 raise ContractError("runtime: a model with recurrent layers runs on the CPU alone")
-            usual = default_states(num_pages, self.page_bytes, state_bytes(config))
+            usual = default_states(num_pages, self.page_bytes, decoder.state_bytes(config))
             self.num_states = usual if num_states is None else integer("num_states", num_states, 2)
         self._states = [_new_states(shape) for shape in decoder.state_shapes(config, self.num_states)]
         self._keys = step.keys(runtime.architecture)
@@ -208,7 +208,7 @@ class DecoderModel:
     @property
     def state_size(self) -> int:
         """Elements of a state, all float32; 0 where no layer is recurrent."""
-        return state_bytes(self.config) // 4
+        return decoder.state_bytes(self.config) // 4
 
     def read_states(self, slots: Sequence[int]) -> Bits:
         """The bits of some slots of state as unsigned integers, `[n, state_size]`."""
@@ -277,11 +277,6 @@ class DecoderModel:
                 if not 0 <= token < self.config.vocab_size:
                     known = f"an id from 0 to {self.config.vocab_size - 1}"
                     raise ContractError(f"tokens: request {request} has {shown(token)}, expected {known}")
-
-
-def state_bytes(config: DecoderConfig) -> int:
-    """Bytes of one slot of state; 0 where no layer is recurrent."""
-    return sum(4 * math.prod(map(int, shape)) for shape in decoder.state_shapes(config, 1))
 
 
 def default_states(num_pages: int, page_bytes: int, state_bytes: int) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from max.dtype import DType
 
+from paged_kv.engine.model import LEAST_STATES, default_states
 from paged_kv.errors import ContractError
 from paged_kv.graphs.encodings import row_bytes
 from paged_kv.graphs.models import decoder
@@ -32,6 +33,8 @@ class CacheSize:
     weight_bytes: int
     max_length: int
     """Tokens of the longest request, prompt and answer."""
+    state_bytes: int = 0
+    """Bytes of a slot of state, of a hybrid model; there are `default_states`."""
 
     @property
     def tokens(self) -> int:
@@ -40,8 +43,9 @@ class CacheSize:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all pages."""
-        return self.num_pages * self.page_bytes
+        """Bytes of all pages and of the states beside them."""
+        states = default_states(self.num_pages, self.page_bytes, self.state_bytes) if self.state_bytes else 0
+        return self.num_pages * self.page_bytes + states * self.state_bytes
 
 
 def cache_size_of(
@@ -76,26 +80,30 @@ def cache_size_of(
     """
     shape = [int(size) for size in decoder.cache_shape(config, 1, page_size, kv_format)]
     page_bytes = math.prod(shape) * cache_dtype(dtype, kv_format).size_in_bytes
-    weights = weight_bytes(config, dtype)
+    weights, state_bytes = weight_bytes(config, dtype), decoder.state_bytes(config)
     known = config.max_position_embeddings
     if max_length is not None and max_length > known:
         raise ContractError(f"--max-length is {max_length}; the model knows {known} positions")
     longest = known if max_length is None else max_length
     if pages is None:
         most = memory if memory is not None else int(SHARE * (free - weights))
+        # States take as much as pages, or what the least number of them takes.
         pages = most // page_bytes
+        if state_bytes:
+            pages = min(pages // 2, (most - LEAST_STATES * state_bytes) // page_bytes)
         if memory is None:
             pages = min(pages, requests * -(-longest // page_size))
+    of_states = f", the least {LEAST_STATES} states {LEAST_STATES * state_bytes}" if state_bytes else ""
     if pages < 1:
         raise ContractError(
             f"the weights take {weights} of the {free} bytes of memory that are free: too few are left for the cache,"
-            f" a page of {page_size} tokens takes {page_bytes}"
+            f" a page of {page_size} tokens takes {page_bytes}{of_states}"
         )
     if max_length is not None and max_length > pages * page_size:
         raise ContractError(
             f"--max-length is {max_length}; {pages} pages of {page_size} tokens hold {pages * page_size}"
         )
-    return CacheSize(pages, page_size, page_bytes, weights, min(longest, pages * page_size))
+    return CacheSize(pages, page_size, page_bytes, weights, min(longest, pages * page_size), state_bytes)
 
 
 def weight_bytes(config: DecoderConfig, dtype: DType) -> int:

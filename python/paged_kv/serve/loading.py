@@ -99,6 +99,10 @@ def _draft(settings: Settings, source: Source) -> Source | None:
     draft = open_source(Path(str(settings.speculate)))
     if draft.tokenizer()[0].get_vocab() != source.tokenizer()[0].get_vocab():
         raise ContractError(f"--speculate {printable(settings.speculate)}: its tokens are not those of the model")
+    if draft.config.recurrence is not None:
+        raise ContractError(
+            f"--speculate {printable(settings.speculate)}: a model with recurrent layers does not draft"
+        )
     return draft
 
 
