@@ -6,6 +6,7 @@ each shape.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -17,6 +18,7 @@ from paged_kv.graphs.checks import check_tensor, check_value, names
 from paged_kv.graphs.paged_cache import DTYPES, constant
 
 TAKE_ROWS = "paged_kv_take_rows"
+TAKE_COLUMNS = "paged_kv_take_columns"
 RMS_NORM = "paged_kv_rms_norm"
 ROTATE = "paged_kv_rotate"
 HADAMARD = "paged_kv_hadamard"
@@ -29,7 +31,7 @@ WEIGHTED_SUM = "paged_kv_weighted_sum"
 WIDEN = "paged_kv_widen"
 STEP_ROWS = "paged_kv_step_rows"
 
-Activation = Literal["silu", "gelu_tanh", "sigmoid"]
+Activation = Literal["silu", "gelu_tanh", "sigmoid", "relu", "none"]
 
 
 def take_rows(x: TensorValue, rows: TensorValue) -> TensorValue:
@@ -50,6 +52,34 @@ def take_rows(x: TensorValue, rows: TensorValue) -> TensorValue:
     kind = TensorType(x.dtype, [rows.shape[0], flat.shape[1]], x.device)
     (y,) = ops.custom(TAKE_ROWS, device=x.device, values=[flat, rows], out_types=[kind])
     return y.tensor if x.rank == 2 else ops.reshape(y.tensor, [rows.shape[0], *x.shape[1:]])
+
+
+def take_columns(x: TensorValue, first: int, width: int, *, groups: int = 1) -> TensorValue:
+    """Columns of x `[N, C]`: of each of `groups` groups of `C / groups` columns the `width` ones from `first` on,
+    `[N, groups * width]` in x's dtype.
+
+    Raises:
+        ContractTypeError, ShapeError: x is no tensor of two dimensions, the second known; it has no such columns.
+    """
+    check_tensor("x", x)
+    if x.rank != 2 or not isinstance(x.shape[1], StaticDim):
+        raise ShapeError(f"x: shape {list(x.shape)}, expected two dimensions, the second known")
+    columns = int(x.shape[1])
+    if groups < 1 or columns % groups or not 0 <= first <= first + width <= columns // groups or width < 1:
+        raise ShapeError(f"x: {columns} columns in {groups} groups have none from {first} to {first + width}")
+    if x.device.is_gpu():
+        apart = ops.reshape(x, [x.shape[0], groups, columns // groups])
+        return ops.reshape(apart[:, :, first : first + width], [x.shape[0], groups * width])
+    place = constant(np.array([groups, first], np.int32))
+    kind = TensorType(x.dtype, [x.shape[0], groups * width], x.device)
+    (y,) = ops.custom(TAKE_COLUMNS, device=x.device, values=[x, place], out_types=[kind])
+    return y.tensor
+
+
+def split_columns(x: TensorValue, sizes: Sequence[int]) -> list[TensorValue]:
+    """All columns of x `[N, C]` in parts of these sizes. Raises as `take_columns`."""
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return [take_columns(x, first, width) for first, width in zip(starts, sizes, strict=True)]
 
 
 def rms_norm(
@@ -228,20 +258,26 @@ def add_scaled(x: TensorValue, y: TensorValue, factor: float = 1.0) -> TensorVal
 
 
 def gate_units(gate: TensorValue, up: TensorValue, activation: Activation) -> TensorValue:
-    """`activation(gate) up`, `[N, D]`: SiLU, GELU by its tanh approximation, or the sigmoid."""
+    """`activation(gate) up`, `[N, D]`: SiLU, GELU by its tanh approximation, the sigmoid, ReLU or the gate itself. The
+    gate is `[N, D]`, or `[N, 1]`, one for each row.
+    """
     if gate.device.is_gpu() or gate.dtype not in DTYPES:
-        if activation == "gelu_tanh":
-            return ops.gelu(gate, approximate="tanh") * up
-        return (ops.silu(gate) if activation == "silu" else ops.sigmoid(gate)) * up
-    check_value("up", up, gate.dtype, list(gate.shape), gate.device)
+        return _activated(gate, activation) * up
+    of_rows = gate.rank == 2 and gate.shape[1] == Dim(1)
+    check_value("up", up, gate.dtype, [gate.shape[0], None] if of_rows else list(gate.shape), gate.device)
     (y,) = ops.custom(
         GATE_UNITS,
         device=gate.device,
         values=[gate, up],
-        out_types=[gate.type],
+        out_types=[up.type],
         parameters={"activation": activation},
     )
     return y.tensor
+
+
+def _activated(x: TensorValue, activation: Activation) -> TensorValue:
+    of_max = {"silu": ops.silu, "sigmoid": ops.sigmoid, "relu": ops.relu, "none": lambda x: x}
+    return ops.gelu(x, approximate="tanh") if activation == "gelu_tanh" else of_max[activation](x)
 
 
 def choose_experts(

@@ -12,14 +12,14 @@ from std.sys import size_of
 
 from .cache.checks import check_equal
 from .cache.pointers import untracked, untracked_immutable
-from .layers.elementwise import add_scaled, gate_units, widen_all
+from .layers.elementwise import add_scaled, gate_rows, gate_units, widen_all
 from .layers.experts import ExpertChoice, GatedHalves, WeightedSum
 from .layers.hadamard import GREATEST_HEAD_DIM, HadamardRows, LEAST_HEAD_DIM
 from .layers.rms_norm import RmsNorm
 from .layers.rotary_tables import RotaryTables
 from .layers.rotate import RotaryRows
 from .layers.step_rows import fill_lengths_and_last_rows
-from .layers.take_rows import RowSelection, check_selection
+from .layers.take_rows import ColumnSelection, RowSelection, check_selection
 
 
 @extensibility.register("paged_kv_take_rows")
@@ -51,6 +51,44 @@ struct TakeRows:
         )
         check_selection(selection, x.dim_size(0))
         selection.copy(parallelism_level(None))
+
+
+@extensibility.register("paged_kv_take_columns")
+struct TakeColumns:
+    """Copies columns: of each of G groups of x's columns, those from `first` on that make up y. CPU only.
+
+    x `[N, C]`, y `[N, W]` in x's dtype; place `[2]` int32: G, which divides C and W, and first.
+    """
+
+    @staticmethod
+    def execute[
+        dtype: DType, //, target: StaticString
+    ](
+        y: OutputTensor[dtype=dtype, rank=2, ...],
+        x: InputTensor[dtype=dtype, rank=2, ...],
+        place: InputTensor[dtype=DType.int32, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        comptime if is_gpu[target]():
+            raise Error("paged_kv_take_columns runs on the CPU alone")
+        check_equal("place: its length", place.dim_size(0), 2)
+        check_equal("y: its number of rows", y.dim_size(0), x.dim_size(0))
+        var groups, first = Int(place[0]), Int(place[1])
+        if groups < 1 or x.dim_size(1) % groups != 0 or y.dim_size(1) % groups != 0:
+            raise Error("place: ", groups, " groups do not divide ", x.dim_size(1), " and ", y.dim_size(1), " columns")
+        var group, each = x.dim_size(1) // groups, y.dim_size(1) // groups
+        if first < 0 or first + each > group:
+            raise Error("place: columns ", first, " to ", first + each, " of ", group)
+        comptime size = size_of[dtype]()
+        ColumnSelection(
+            untracked(y.unsafe_ptr()).unsafe_bitcast[UInt8](),
+            untracked(x.unsafe_ptr()).unsafe_bitcast[UInt8](),
+            x.dim_size(0),
+            groups,
+            group * size,
+            first * size,
+            each * size,
+        ).copy(parallelism_level(None))
 
 
 @extensibility.register("paged_kv_rms_norm")
@@ -214,7 +252,9 @@ struct AddScaled:
 
 @extensibility.register("paged_kv_gate_units")
 struct GateUnits:
-    """Computes `activation(gate) up`, `[N, D]`; activation: "silu", "gelu_tanh" or "sigmoid". CPU only."""
+    """Computes `activation(gate) up`, `[N, D]`; gate is `[N, D]` or `[N, 1]`; activation: "silu", "gelu_tanh", "sigmoid",
+    "relu" or "none". CPU only.
+    """
 
     @staticmethod
     def execute[
@@ -227,6 +267,17 @@ struct GateUnits:
     ) raises:
         comptime if is_gpu[target]():
             raise Error("paged_kv_gate_units runs on the CPU alone")
+        if gate.dim_size(1) == 1 and up.dim_size(1) != 1:
+            check_equal("gate: its number of rows", gate.dim_size(0), up.dim_size(0))
+            gate_rows[activation](
+                untracked(y.unsafe_ptr()),
+                untracked(gate.unsafe_ptr()),
+                untracked(up.unsafe_ptr()),
+                up.dim_size(0),
+                up.dim_size(1),
+                parallelism_level(None),
+            )
+            return
         check_equal("up: its number of elements", up.size(), gate.size())
         gate_units[activation](
             untracked(y.unsafe_ptr()),

@@ -18,7 +18,7 @@ from paged_kv.graphs import ops as paged
 from paged_kv.graphs.inputs import graph_inputs, graph_states, input_types, state_input_types
 from paged_kv.graphs.layers import Rotary, StepRows
 from paged_kv.graphs.models.config import DecoderConfig, QueryGrowth
-from paged_kv.graphs.models.experts import chosen_experts, relu_squared
+from paged_kv.graphs.models.experts import chosen_experts
 from paged_kv.graphs.models.latent import latent_attention
 from paged_kv.graphs.models.parameters import Parameters
 from paged_kv.graphs.models.recurrent import recurrent_layer
@@ -180,8 +180,8 @@ def _attention(
     config = parameters.config
     at = f"model.layers.{layer}.self_attn"
 
-    def split_heads(y: TensorValue, size: int = config.head_dim) -> TensorValue:
-        return ops.reshape(y, [y.shape[0], int(y.shape[1]) // size, size])
+    def split_heads(y: TensorValue) -> TensorValue:
+        return ops.reshape(y, [y.shape[0], int(y.shape[1]) // config.head_dim, config.head_dim])
 
     def heads(y: TensorValue, name: str) -> TensorValue:
         if config.qk_norm == "all_heads":
@@ -202,7 +202,7 @@ def _attention(
     if config.fused_qkv:
         keys = config.num_key_value_heads * config.head_dim
         sizes = [config.num_attention_heads * config.head_dim, keys, keys]
-        q, k, v = ops.split(parameters.linear(x, f"{at}.qkv_proj")[0], sizes, axis=-1)
+        q, k, v = paged.split_columns(parameters.linear(x, f"{at}.qkv_proj")[0], sizes)
         q = q if wanted is None else paged.take_rows(q, wanted)
     elif wanted is None:
         q, k, v = parameters.linear(x, *(f"{at}.{name}_proj" for name in "qkv"))
@@ -213,8 +213,10 @@ def _attention(
         of_q, q_rotary = rows.of_rows(wanted), None if rotary is None else rotary.of_rows(wanted)
     gate = None
     if config.attention_gate:
-        both = split_heads(q, 2 * config.head_dim)
-        q, gate = (ops.reshape(part, [q.shape[0], -1]) for part in ops.split(both, [config.head_dim] * 2, axis=-1))
+        both, heads_of_q = q, config.num_attention_heads
+        q, gate = (
+            paged.take_columns(both, first, config.head_dim, groups=heads_of_q) for first in (0, config.head_dim)
+        )
     k, v = rotated(heads(k, "k"), rotary, "k"), split_heads(v)
     if cache.kv_format is None:
         k, v = ops.cast(k, cache.dtype), ops.cast(v, cache.dtype)
@@ -254,8 +256,8 @@ def _feed_forward(parameters: Parameters, x: TensorValue, layer: int) -> TensorV
         return y
     shared = _mlp(parameters, x, f"{at}.shared_experts")
     if config.experts.shared_gate:
-        shared = shared * ops.sigmoid(parameters.linear(x, f"{at}.shared_expert_gate")[0])
-    return y + shared
+        shared = paged.gate_units(parameters.linear(x, f"{at}.shared_expert_gate")[0], shared, "sigmoid")
+    return paged.add_scaled(y, shared)
 
 
 def _mlp(parameters: Parameters, x: TensorValue, at: str) -> TensorValue:
@@ -263,11 +265,12 @@ def _mlp(parameters: Parameters, x: TensorValue, at: str) -> TensorValue:
     config = parameters.config
     if not config.gated:
         (inner,) = parameters.linear(x, f"{at}.c_fc")
-        units = relu_squared(inner) if config.activation == "relu2" else ops.gelu(inner, "tanh")
+        # The square of what is positive is ReLU times the number itself.
+        units = paged.gate_units(inner, inner, "relu") if config.activation == "relu2" else ops.gelu(inner, "tanh")
         return parameters.linear(units, f"{at}.c_proj")[0]
     if config.fused_gate_up:
         gate_up = parameters.linear(x, f"{at}.gate_up_proj")[0]
-        gate, up = ops.split(gate_up, [int(gate_up.shape[1]) // 2] * 2, axis=-1)
+        gate, up = paged.split_columns(gate_up, [int(gate_up.shape[1]) // 2] * 2)
     else:
         gate, up = parameters.linear(x, f"{at}.gate_proj", f"{at}.up_proj")
     units = paged.gate_units(gate, up, "silu" if config.activation == "silu" else "gelu_tanh")

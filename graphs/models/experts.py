@@ -69,7 +69,8 @@ def _expert_mlps(parameters: Parameters, x: TensorValue, chosen: TensorValue, at
     assert experts is not None
     tokens, choices = chosen.shape
     if not experts.gated:
-        units = relu_squared(parameters.experts(x, chosen, f"{at}.up_proj")[0])
+        up = ops.reshape(parameters.experts(x, chosen, f"{at}.up_proj")[0], [tokens * choices, experts.inner])
+        units = ops.reshape(paged.gate_units(up, up, "relu"), [tokens, choices, experts.inner])
         return parameters.experts(units, chosen, f"{at}.down_proj")[0]
     if experts.apart:
         gate, up = parameters.experts(x, chosen, f"{at}.gate_proj", f"{at}.up_proj")
@@ -84,12 +85,6 @@ def _expert_mlps(parameters: Parameters, x: TensorValue, chosen: TensorValue, at
         units = paged.gate_halves(ops.reshape(gate_up, [tokens * choices, 2 * experts.inner]), clamped)
     units = ops.reshape(units, [tokens, choices, experts.inner])
     return parameters.experts(units, chosen, f"{at}.down_proj")[0]
-
-
-def relu_squared(x: TensorValue) -> TensorValue:
-    """The square of what is positive."""
-    positive = ops.relu(x)
-    return positive * positive
 
 
 def _clamped(gate: TensorValue, up: TensorValue, units: ClampedUnits) -> TensorValue:

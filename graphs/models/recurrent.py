@@ -45,15 +45,14 @@ def _gated_delta(
 
 def _split_gates(gates: TensorValue, recurrence: Recurrence) -> list[TensorValue]:
     """B and a `[T, heads]` of gates `[T, 2 heads]` that have those of each key head side by side."""
-    tokens, heads, group = gates.shape[0], recurrence.key_heads, recurrence.heads // recurrence.key_heads
-    apart = ops.reshape(gates, [tokens, heads, 2, group])
-    return [ops.reshape(apart[:, :, index], [tokens, recurrence.heads]) for index in range(2)]
+    group = recurrence.heads // recurrence.key_heads
+    return [paged.take_columns(gates, first, group, groups=recurrence.key_heads) for first in (0, group)]
 
 
 def _mamba2(parameters: Parameters, recurrence: Recurrence, states: States, x: TensorValue, at: str) -> TensorValue:
     """Mamba-2: a head's state forgets by its time step, and adds the outer product of x and B; C reads it."""
     mixed = parameters.linear(x, f"{at}.in_proj")[0]
-    z, xbc, dt = ops.split(mixed, [recurrence.inner, recurrence.channels, recurrence.heads], axis=-1)
+    z, xbc, dt = paged.split_columns(mixed, [recurrence.inner, recurrence.channels, recurrence.heads])
     y = paged.selective_scan(
         states,
         _convolved(parameters, states, xbc, at, "silu"),
@@ -73,8 +72,9 @@ def _convolution(
     parameters: Parameters, recurrence: Recurrence, states: States, x: TensorValue, at: str
 ) -> TensorValue:
     """A gated convolution (LFM2): `C * conv(B * x)`."""
-    before, after, inner = ops.split(parameters.linear(x, f"{at}.in_proj")[0], [recurrence.channels] * 3, axis=-1)
-    return after * ops.cast(_convolved(parameters, states, before * inner, at, "none"), x.dtype)
+    before, after, inner = paged.split_columns(parameters.linear(x, f"{at}.in_proj")[0], [recurrence.channels] * 3)
+    y = _convolved(parameters, states, paged.gate_units(before, inner, "none"), at, "none")
+    return paged.gate_units(after, y if y.dtype == x.dtype else ops.cast(y, x.dtype), "none")
 
 
 def _convolved(

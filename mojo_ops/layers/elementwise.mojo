@@ -9,6 +9,8 @@ from ..isa.threads import Workers, for_rows
 comptime SILU: StaticString = "silu"
 comptime GELU_TANH: StaticString = "gelu_tanh"
 comptime SIGMOID: StaticString = "sigmoid"
+comptime RELU: StaticString = "relu"
+comptime NONE: StaticString = "none"
 
 
 @always_inline
@@ -67,14 +69,40 @@ def gate_units[
 
 @always_inline
 def activated[activation: StaticString](x: SIMD[DType.float32, _]) -> type_of(x):
-    """SiLU, `x / (1 + exp(-x))`, the sigmoid, or GELU by its tanh approximation."""
-    comptime if activation == SILU:
+    """SiLU, `x / (1 + exp(-x))`, the sigmoid, ReLU, x itself, or GELU by its tanh approximation."""
+    comptime if activation == NONE:
+        return x
+    elif activation == RELU:
+        return x.lt(0).select(0, x)  # NaN stays
+    elif activation == SILU:
         return x / (1 + exp(-x))
     elif activation == SIGMOID:
         return 1 / (1 + exp(-x))
     else:
-        comptime assert activation == GELU_TANH, "the activation is silu, sigmoid or gelu_tanh"
+        comptime assert activation == GELU_TANH, "the activation is silu, sigmoid, relu, none or gelu_tanh"
         return 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+
+
+@no_inline
+def gate_rows[
+    dtype: DType, //, activation: StaticString
+](
+    y: Pointer[Scalar[dtype], MutUntrackedOrigin],
+    gate: Pointer[Scalar[dtype], MutUntrackedOrigin],
+    up: Pointer[Scalar[dtype], MutUntrackedOrigin],
+    rows: Int,
+    columns: Int,
+    workers: Workers,
+):
+    """`y = activation(gate) up` with one gate a row; rounded as by `gate_units`."""
+
+    def task(begin: Int, end: Int) {var y, var gate, var up, var columns}:
+        for row in range(begin, end):
+            var active = rounded[dtype](activated[activation](widen[1](gate.unsafe_offset(row))))[0]
+            for at in range(row * columns, (row + 1) * columns):
+                y.unsafe_store(at, narrow[dtype](widen[1](up.unsafe_offset(at)) * active))
+
+    for_rows(task, rows, columns, workers)
 
 
 @no_inline

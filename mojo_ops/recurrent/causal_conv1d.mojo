@@ -59,50 +59,56 @@ struct CausalConv1d[dtype: DType, weight_dtype: DType, silu: Bool](TrivialRegist
         """Computes `count` channels of a request, from `first` on, and saves their windows."""
         var past = self.kernel - 1
         # The window is read whole before any slot is written, which may be the same one.
-        var window = List[Float32](length=past * count, fill=0)
+        var memory = List[Float32](unsafe_uninit_length=(past + self.kernel) * count)
+        var window = rebind[FloatPointer](memory.unsafe_ptr())
+        var weights = window.unsafe_offset(past * count)
         var source = self.states.source(request)
-        if source >= 0:
-            var at = self.window(source)
-            for j in range(past):
+        for j in range(past):
+            if source >= 0:
+                var row = self.window(source).unsafe_offset(j * self.channels + first)
+                copy_floats(window.unsafe_offset(j * count), row, count)
+            else:
                 for c in range(count):
-                    window[j * count + c] = at[unsafe_offset=j * self.channels + first + c]
-        var weights = List[Float32](unsafe_uninit_length=self.kernel * count)
-        for c in range(count):
-            for j in range(self.kernel):
-                weights[j * count + c] = widen[1](self.weight.unsafe_offset((first + c) * self.kernel + j))[0]
+                    window.unsafe_offset(j * count + c)[] = 0
+        self.transpose(weights, first, count)
         var begin, rows = self.states.first_row(request), self.states.num_rows(request)
         var whole = count // LANES * LANES
         for row in range(rows):
             for c in range(0, whole, LANES):
-                self.part[LANES](window.unsafe_ptr(), weights.unsafe_ptr(), begin, row, first, c, count)
+                self.part[LANES](window, weights, begin, row, first, c, count)
             for c in range(whole, count):
-                self.part[1](window.unsafe_ptr(), weights.unsafe_ptr(), begin, row, first, c, count)
+                self.part[1](window, weights, begin, row, first, c, count)
         for save in range(self.states.first_save(request), self.states.end_save(request)):
             var seen = self.states.save_count(save)
-            var to = self.window(self.states.save_slot(save))
             for j in range(past):
+                var to = self.window(self.states.save_slot(save)).unsafe_offset(j * self.channels + first)
                 var row = seen - past + j
-                for c in range(count):
-                    var value: Float32
-                    if row < 0:
-                        value = window[(past + row) * count + c]
-                    else:
-                        value = widen[1](self.x.unsafe_offset((begin + row) * self.channels + first + c))[0]
-                    to.unsafe_offset(j * self.channels + first + c)[] = value
+                if row < 0:
+                    copy_floats(to, window.unsafe_offset((past + row) * count), count)
+                else:
+                    copy_floats(to, self.x.unsafe_offset((begin + row) * self.channels + first), count)
+        _ = memory^
+
+    @always_inline
+    def transpose(self, to: FloatPointer, first: Int, count: Int):
+        """The weights of some channels as `[kernel, count]`."""
+        var at = self.weight.unsafe_offset(first * self.kernel)
+        var whole = count // LANES * LANES if self.kernel == 4 else 0
+        for c in range(0, whole, LANES):
+            var halves = widen[4 * LANES](at.unsafe_offset(4 * c)).deinterleave()
+            var even, odd = halves[0].deinterleave(), halves[1].deinterleave()
+            to.unsafe_store(c, even[0])
+            to.unsafe_store(count + c, odd[0])
+            to.unsafe_store(2 * count + c, even[1])
+            to.unsafe_store(3 * count + c, odd[1])
+        for c in range(whole, count):
+            for j in range(self.kernel):
+                to.unsafe_offset(j * count + c)[] = widen[1](at.unsafe_offset(c * self.kernel + j))[0]
 
     @always_inline
     def part[
         width: Int
-    ](
-        self,
-        window: Pointer[Float32, _],
-        weights: Pointer[Float32, _],
-        begin: Int,
-        row: Int,
-        first: Int,
-        c: Int,
-        count: Int,
-    ):
+    ](self, window: FloatPointer, weights: FloatPointer, begin: Int, row: Int, first: Int, c: Int, count: Int,):
         """Computes `width` channels of a row."""
         var sum = SIMD[DType.float32, width](0)
         if self.has_bias:
@@ -118,3 +124,13 @@ struct CausalConv1d[dtype: DType, weight_dtype: DType, silu: Bool](TrivialRegist
         comptime if Self.silu:
             sum = sum / (1 + exp(-sum))
         self.y.unsafe_store((begin + row) * self.channels + first + c, sum)
+
+
+@always_inline
+def copy_floats[dtype: DType, //](to: FloatPointer, source: Pointer[Scalar[dtype], MutUntrackedOrigin], count: Int):
+    """Copies numbers as float32."""
+    var whole = count // LANES * LANES
+    for c in range(0, whole, LANES):
+        to.unsafe_store(c, widen[LANES](source.unsafe_offset(c)))
+    for c in range(whole, count):
+        to.unsafe_offset(c)[] = widen[1](source.unsafe_offset(c))[0]

@@ -46,6 +46,7 @@ def load(
     folder: Path | str,
     *,
     num_pages: int,
+    num_states: int | None = None,
     page_size: int = 16,
     dtype: str | None = None,
     kv_format: KVFormat | None = None,
@@ -57,6 +58,7 @@ def load(
     Args:
         folder: A folder in Hugging Face format, or a GGUF file.
         num_pages: Pages of the cache.
+        num_states: Slots of state of a hybrid model; as much memory as the pages take where None.
         page_size: Tokens in a page.
         dtype: "float32" or "bfloat16", of weights and cache; the checkpoint's own where None.
         kv_format: "int8" or "int4" keeps K and V as codes with scales (docs/quantised-cache.md).
@@ -82,7 +84,13 @@ def load(
     kind = DType.bfloat16 if (dtype or source.config.dtype) == "bfloat16" else DType.float32
     tokenizer = Tokenizer(source, source.config)
     model = DecoderModel.from_folder(
-        folder, dtype=kind, num_pages=num_pages, page_size=page_size, kv_format=kv_format, cache_rotation=cache_rotation
+        folder,
+        dtype=kind,
+        num_pages=num_pages,
+        num_states=num_states,
+        page_size=page_size,
+        kv_format=kv_format,
+        cache_rotation=cache_rotation,
     )
     return Engine(model, tokenizer, **options)
 
