@@ -73,7 +73,7 @@ def activated[activation: StaticString](x: SIMD[DType.float32, _]) -> type_of(x)
     comptime if activation == NONE:
         return x
     elif activation == RELU:
-        return x.lt(0).select(0, x)  # NaN stays
+        return x.lt(0).select(type_of(x)(0), x)  # NaN stays
     elif activation == SILU:
         return x / (1 + exp(-x))
     elif activation == SIGMOID:
