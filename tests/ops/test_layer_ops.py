@@ -22,6 +22,7 @@ AMPLITUDE, START = 1.25, 40
 FREQUENCIES = (10000.0 ** -(np.arange(20) / 20)).astype(np.float32)
 STRETCHED = (FREQUENCIES / np.float32(4)).astype(np.float32)
 HADAMARD_DIMS = {"float32": (8, 16, 32, 128, 256, 512), "bfloat16": (64, 128), "float16": (128,)}
+MORE_ACTIVATIONS = ("sigmoid", "relu", "none")
 SIZES = [(1, 1), (1, 8), (3, 17), (7, 64), (307, 200)]
 
 
@@ -50,12 +51,22 @@ def build(module):
     for dtype, other in (("float32", "bfloat16"), ("bfloat16", "float32")):
         types = kind(dtype, "T", "D"), kind(other, "D")
         add(f"layer_norm_offset_{dtype}_{other}", lambda x, w: ops.rms_norm(x, w, EPS, offset=OFFSET), *types)
+    x, gate = kind("bfloat16", "T", "D"), kind("bfloat16", "T", 1)
+    for activation in MORE_ACTIVATIONS:
+        add(f"layer_{activation}_bfloat16", lambda x, y, a=activation: ops.gate_units(x, y, a), x, x)
+    add("layer_gate_rows_bfloat16", lambda gate, up: ops.gate_units(gate, up, "sigmoid"), gate, x)
+    for dtype in ("float32", "bfloat16"):
+        add(f"layer_columns_{dtype}", columns_of, kind(dtype, "T", 28))
     add("layer_take_heads_float32", ops.take_rows, kind("float32", "T", 2, 3), rows)
     past = (START, STRETCHED)
     add("layer_tables", lambda p: ops.rotary_tables(p, FREQUENCIES, amplitude=AMPLITUDE, past=past), kind("int32", "T"))
     requests = kind("uint32", "B")
     step = [kind("int32", "T"), kind("uint32", "O"), requests]
     add("layer_step_rows", lambda p, offsets, of: ops.lengths_and_last_rows(p, offsets, of.shape[0]), *step)
+
+
+def columns_of(x):
+    return ops.take_columns(x, 2, 3, groups=4), *ops.split_columns(x, [1, 19, 8])
 
 
 def execute(name, *arrays):
@@ -270,6 +281,32 @@ def test_gated_units(activation, dtype, shape):
     assert_near(found, active * up64, dtype)
     if dtype != "float32" and found.size > 1000:  # the activation is rounded, and then the product
         assert_mostly_equal(found, (active.astype(dtype).astype(np.float32) * up.astype(np.float32)).astype(dtype))
+
+
+@pytest.mark.parametrize("activation", [*MORE_ACTIVATIONS, "gate_rows"])
+def test_other_gates(activation):
+    gate = sample("bfloat16", 50, 1 if activation == "gate_rows" else 37)
+    up = sample("bfloat16", 50, 37, seed=1)
+    x, up64 = wide(gate, up)
+    active = {"relu": np.maximum(x, 0), "none": x}.get(activation, 1 / (1 + np.exp(-x)))
+    assert_near(execute(f"{activation}_bfloat16", gate, up), active * up64, "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_columns_are_taken_to_the_bit(dtype):
+    x = sample(dtype, 70, 28)
+    found = execute(f"columns_{dtype}", x)
+    groups = x.reshape(70, 4, 7)[:, :, 2:5].reshape(70, 12)
+    for part, expected in zip(found, (groups, x[:, :1], x[:, 1:20], x[:, 20:]), strict=True):
+        assert_bits_equal(part, np.ascontiguousarray(expected), what="y")
+
+
+@pytest.mark.parametrize(("first", "width", "groups"), [(0, 8, 4), (-1, 2, 1), (20, 9, 1), (0, 1, 3), (0, 0, 1)])
+def test_columns_that_are_not_there_are_refused(first, width, groups):
+    with Graph("refused", input_types=[TensorType(DType.float32, ["T", 28], CPU)]) as graph:
+        (x,) = graph.inputs
+        with pytest.raises(ShapeError, match="x: 28 columns in"):
+            ops.take_columns(x.tensor, first, width, groups=groups)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
