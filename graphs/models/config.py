@@ -26,7 +26,7 @@ from paged_kv.options import (
 )
 
 Activation = Literal["silu", "gelu_tanh", "relu2"]
-"""Of MLPs; relu2, the square of what is positive, in those without a gate."""
+"""The activation of MLPs; relu2, the square of what is positive, in those without a gate."""
 NormPlace = Literal["before", "after", "around", "around (GLM)", "before both"]
 QkNorm = Literal["head", "head, rotated", "head, rotated, no weights", "all_heads"]
 
