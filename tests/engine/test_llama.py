@@ -76,7 +76,7 @@ class Spy:
 
     def __init__(self, model, pages_of_storage=None):
         self.model = model
-        self.config, self.page_size = model.config, model.page_size
+        self.config, self.page_size, self.num_states = model.config, model.page_size, model.num_states
         self.num_pages = model.num_pages if pages_of_storage is None else len(pages_of_storage)
         self.pages_of_storage = pages_of_storage
         self.steps = []
@@ -84,11 +84,11 @@ class Spy:
     def copy_page(self, *_):
         raise AssertionError("no sample of these prompts forks")
 
-    def step(self, tokens, cache_lengths, pages):
+    def step(self, tokens, cache_lengths, pages, *rest):
         self.steps.append([(len(new), cached) for new, cached in zip(tokens, cache_lengths, strict=True)])
         if self.pages_of_storage is not None:
             pages = [[int(self.pages_of_storage[page]) for page in owned] for owned in pages]
-        return self.model.step(tokens, cache_lengths, pages)
+        return self.model.step(tokens, cache_lengths, pages, *rest)
 
 
 class Run:
