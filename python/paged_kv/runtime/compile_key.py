@@ -33,11 +33,11 @@ PYTHON = ("kv_formats.py", "options.py", "graphs/*.py")
 MOJO = "mojo_ops/**/*.mojo"
 MODELS = "graphs/models/*.py"
 """Files that a model's step is built with besides."""
-OTHER_DEVICE = {"cpu": frozenset({"gpu"}), "gpu": frozenset({"cpu", "layers", "linear"})}
-"""Folders of Mojo for the other kind of device; `layers` and `linear` are the CPU's."""
+OTHER_DEVICE = {"cpu": frozenset({"gpu"}), "gpu": frozenset({"cpu", "layers", "linear", "recurrent"})}
+"""Folders of Mojo for the other kind of device; `layers`, `linear` and `recurrent` are the CPU's."""
 
 
-NOT_IN_LIBRARIES = frozenset({"gpu", "layers"})
+NOT_IN_LIBRARIES = frozenset({"gpu", "layers", "recurrent"})
 """Folders of Mojo that no library of kernels has; nor has it the ops, which lie beside the folders."""
 
 
