@@ -146,7 +146,7 @@ struct LinearRecurrence[delta: Bool](TrivialRegisterPassable):
         var s = self.block(self.states.save_slot(save), head, index)
         var from_ = self.block(source, head, index) if source >= 0 else s
         var is_zero = source < 0
-        var decay, of_k = Float32(1), Float32(0)
+        var decay = Float32(1)
         var u = FloatVector(0)
         var k = self.x  # of the row before; not read where there is none
         for row in range(rows):
@@ -164,7 +164,8 @@ struct LinearRecurrence[delta: Bool](TrivialRegisterPassable):
             else:
                 m, w = self.advance(s, from_, decay, k, u, next_k, q)
                 from_ = s
-            k, decay, of_k = next_k, numbers[unsafe_offset=DECAY], numbers[unsafe_offset=OF_K]
+            k, decay = next_k, numbers[unsafe_offset=DECAY]
+            var of_k = numbers[unsafe_offset=OF_K]
             var v = self.value(inputs, head, index)
             comptime if Self.delta:
                 u = numbers[unsafe_offset=RATE] * (v - (decay * of_k) * m)
