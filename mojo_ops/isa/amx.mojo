@@ -7,9 +7,10 @@ statement below is volatile and is not reordered. Their shapes are configured, s
 register has which shape.
 """
 
-from std.ffi import external_call
 from std.sys import inlined_assembly
 from std.sys.info import CompilationTarget
+
+from .system_call import system_call
 
 comptime HAS_AMX = (
     CompilationTarget.is_linux()
@@ -31,7 +32,7 @@ def amx_permitted() -> Bool:
         comptime ARCH_PRCTL = 158
         comptime REQUEST_PERMISSION = 0x1023
         comptime TILE_DATA = 18
-        return external_call["syscall", Int](ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA) == 0
+        return system_call(ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA) == 0
     else:
         return False
 

@@ -9,6 +9,8 @@ after the work of a call is done takes no part in it, so a call never waits for 
 from std.atomic import Atomic
 from std.ffi import external_call
 
+from .system_call import system_call
+
 comptime Body = def(Int) thin abi("C") -> None
 comptime Start = def(Int) thin abi("C") -> Int
 comptime SPINS = 16384
@@ -55,7 +57,7 @@ def run_body(body: Int, shared: Int):
 
 
 def futex(word: Int, operation: Int, value: Int):
-    _ = external_call["syscall", Int](SYS_FUTEX, word, operation, value, Int(0), Int(0), Int(0))
+    _ = system_call(SYS_FUTEX, word, operation, value)
 
 
 def wait_for_change(mut word: Atomic[Int32], seen: Int32):
