@@ -42,6 +42,20 @@ class DecodeInputs(Generic[T, B]):
 
 
 @dataclass(frozen=True)
+class WindowInputs(Generic[T, B]):
+    """The pages of the layers with windows, where they have their own."""
+
+    lookup_table: T
+    """`[B, max_pages]` uint32, as `DecodeInputs.lookup_table`: a page that no window reaches any more is `NO_PAGE`."""
+    blocks: B
+    """`[pages, 2, layers, page_size, Hk, D]`: K and V of these layers, changed in place."""
+
+    def flatten(self) -> list[T | B]:
+        """The fields in the order of the graph's inputs."""
+        return [self.lookup_table, self.blocks]
+
+
+@dataclass(frozen=True)
 class StateInputs(Generic[T, B]):
     """The slots of `buffers` in which a step of `B` requests reads and saves the states of recurrent layers.
 
@@ -110,6 +124,14 @@ def input_types(dtype: DType, blocks: Sequence[int | str], device: DeviceRef) ->
     )
 
 
+def window_input_types(
+    dtype: DType, blocks: Sequence[int | str], device: DeviceRef
+) -> WindowInputs[TensorType, BufferType]:
+    """The graph's input types for pages of windows, which are as many a request as the others."""
+    table = TensorType(DType.uint32, ["B", "max_pages"], device)
+    return WindowInputs(table, BufferType(dtype, list(blocks), device))
+
+
 def graph_inputs(values: Sequence[Value[Any]]) -> DecodeInputs[TensorValue, BufferValue]:
     """A graph's inputs, by name."""
     tokens, row_offsets, cache_lengths, lookup_table, blocks = values
@@ -125,8 +147,15 @@ def step_inputs(
     """
     row_offsets = np.zeros(len(tokens) + 1, np.uint32)
     np.cumsum([len(new) for new in tokens], out=row_offsets[1:])
-    lookup_table = np.full((len(pages), max(map(len, pages), default=0)), NO_PAGE, np.uint32)
-    for row, owned in zip(lookup_table, pages, strict=True):
-        row[: len(owned)] = owned
     flat = np.fromiter((token for new in tokens for token in new), np.int32)
-    return DecodeInputs(flat, row_offsets, np.asarray(cache_lengths, np.uint32), lookup_table, blocks)
+    lengths = np.asarray(cache_lengths, np.uint32)
+    return DecodeInputs(flat, row_offsets, lengths, page_table(pages), blocks)
+
+
+def page_table(pages: Sequence[Sequence[int]], width: int | None = None) -> np.ndarray:
+    """The lookup table `[B, width]` uint32 of the pages of `B` requests, as wide as the longest where it is None."""
+    most = max(map(len, pages), default=0) if width is None else width
+    table = np.full((len(pages), most), NO_PAGE, np.uint32)
+    for row, owned in zip(table, pages, strict=True):
+        row[: len(owned)] = owned
+    return table

@@ -27,6 +27,20 @@ class Linear:
 
 
 @dataclass(frozen=True)
+class Proportional:
+    """The first pairs turn as if all did; the others do not turn."""
+
+    pairs: int
+    factor: float = 1.0
+
+    def stretch(self, plain: Frequencies, rope: Rope) -> Frequencies:
+        del rope
+        stretched = plain / np.float32(self.factor)
+        stretched[self.pairs :] = 0
+        return stretched
+
+
+@dataclass(frozen=True)
 class Llama3:
     """Long waves are stretched, short ones kept, and those between are blended."""
 
@@ -116,7 +130,7 @@ class LongRope:
         return _divided(rope, self.long_factor)
 
 
-Scaling = Linear | Llama3 | Yarn | LongRope
+Scaling = Linear | Proportional | Llama3 | Yarn | LongRope
 
 
 @dataclass(frozen=True)

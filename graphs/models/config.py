@@ -15,7 +15,7 @@ from paged_kv.graphs.layer_ops import is_hadamard_size
 from paged_kv.graphs.models.fields import MAX_LAYERS, Fields
 from paged_kv.graphs.models.mixture import Experts
 from paged_kv.graphs.models.recurrence import Recurrence
-from paged_kv.graphs.rope import Linear, Llama3, LongRope, Rope, Scaling, Yarn
+from paged_kv.graphs.rope import Linear, Llama3, LongRope, Proportional, Rope, Scaling, Yarn
 from paged_kv.options import (
     CACHE_ROTATIONS,
     HEAD_DIM_MULTIPLE,
@@ -63,6 +63,25 @@ class QueryGrowth:
     """The number of the first position."""
     unrotated: bool = False
     """In layers without a rotation alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullHeads:
+    """The heads of K and V in layers without a window, where those of the others are different (Gemma 4)."""
+
+    kv_heads: int
+    head_dim: int
+    """Of queries, too."""
+    value_is_key: bool = False
+    """V is the projection that K is made of, before its norm and its rotation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerInputs:
+    """What each layer is told of its tokens beside the hidden states (Gemma 4): an embedding of its own."""
+
+    size: int
+    vocab_size: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +144,9 @@ class DecoderConfig:
     """The number of tokens that a token of each layer sees before itself, -1 for all; empty where every layer sees
     all.
     """
+    windows_apart: bool = False
+    """The layers with a window have pages of their own, of which a request needs no more than its window; else one page
+    has K and V of all layers. Mostly the user's choice (`with_windows_apart`)."""
     local_rope: Rope | None = None
     """The rotation of the layers that have a window, where it is another one."""
     rotates: tuple[bool, ...] = ()
@@ -142,6 +164,17 @@ class DecoderConfig:
     """Each head has a score that joins the softmax's denominator alone."""
     attention_gate: bool = False
     """Each head's output is multiplied by the sigmoid of a gate, whose rows of `q_proj` follow the head's query."""
+    v_norm: bool = False
+    """V has an RMS norm of each head, without weights."""
+    full_heads: FullHeads | None = None
+    shared_kv_layers: int = 0
+    """The last so many layers have no K and V of their own: they see those of the last layer before them of their kind,
+    with a window or without."""
+    shared_kv_mlp: int = 1
+    """The inner dimension of their MLPs is so many times that of the others."""
+    layer_inputs: LayerInputs | None = None
+    layer_scalar: bool = False
+    """The output of each layer is multiplied by a number of its own."""
     latent: LatentSizes | None = None
     recurrence: Recurrence | None = None
     """The layers that are recurrent, in a hybrid model."""
@@ -177,17 +210,70 @@ class DecoderConfig:
         return not self.lone or self.lone[layer] == "mlp"
 
     def attends(self, layer: int) -> bool:
-        """Return whether the layer has K and V in the cache."""
+        """Return whether the layer sees K and V in the cache."""
         return self.has_mixer(layer) and not self.is_recurrent(layer)
 
-    def cache_layer(self, layer: int) -> int:
-        """The place of a layer that attends among those that have K and V in the cache."""
-        return sum(self.attends(index) for index in range(layer))
+    def kv_layer(self, layer: int) -> int:
+        """The layer whose K and V a layer that attends sees: its own, but for the last ones where some are shared."""
+        first = self.num_hidden_layers - self.shared_kv_layers
+        if layer < first:
+            return layer
+        return max(index for index in range(first) if self.window_left(index) == self.window_left(layer))
+
+    def has_kv(self, layer: int) -> bool:
+        """Return whether the layer puts K and V into the cache."""
+        return self.attends(layer) and self.kv_layer(layer) == layer
 
     @property
-    def cache_layers(self) -> int:
-        """The number of layers that have K and V in the cache."""
-        return self.cache_layer(self.num_hidden_layers)
+    def last_kept(self) -> int:
+        """The last layer that puts K and V into the cache, or has a state: of later ones only rows of use matter."""
+        layers = range(self.num_hidden_layers)
+        return max(layer for layer in layers if self.has_kv(layer) or self.is_recurrent(layer))
+
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """The KV heads and the head_dim of a layer that attends."""
+        return self.cache_heads(windows=self.window_left(layer) >= 0)
+
+    def cache_heads(self, *, windows: bool) -> tuple[int, int]:
+        """The same of layers with windows, or of the others."""
+        if self.full_heads is None or windows:
+            return self.num_key_value_heads, self.head_dim
+        return self.full_heads.kv_heads, self.full_heads.head_dim
+
+    def value_is_key(self, layer: int) -> bool:
+        """Return whether a layer's V is made of the projection of K."""
+        return self.full_heads is not None and self.full_heads.value_is_key and self.window_left(layer) < 0
+
+    def mlp_inner(self, layer: int) -> int:
+        """The inner dimension of a layer's MLP."""
+        is_shared = layer >= self.num_hidden_layers - self.shared_kv_layers
+        return self.intermediate_size * (self.shared_kv_mlp if is_shared else 1)
+
+    @property
+    def mixes_windows(self) -> bool:
+        """True if some of the layers that attend have a window and others have none."""
+        return len({self.window_left(layer) >= 0 for layer in range(self.num_hidden_layers) if self.attends(layer)}) > 1
+
+    @property
+    def longest_window(self) -> int:
+        """The most tokens before itself that a token sees in layers with windows; -1 where none has one."""
+        return max(self.windows, default=-1)
+
+    def in_window_cache(self, layer: int) -> bool:
+        """Return whether the K and V of a layer are in the pages of windows."""
+        return self.windows_apart and self.window_left(layer) >= 0
+
+    def cache_layer(self, layer: int) -> int:
+        """The place of the K and V that a layer sees in their cache."""
+        before = range(self.kv_layer(layer))
+        return sum(
+            self.has_kv(index) and self.in_window_cache(index) == self.in_window_cache(layer) for index in before
+        )
+
+    def cache_layers(self, windows: bool = False) -> int:
+        """The number of layers that have K and V in the cache, or in that of windows."""
+        layers = range(self.num_hidden_layers)
+        return sum(self.has_kv(layer) and self.in_window_cache(layer) == windows for layer in layers)
 
     def computed_in(self, dtype: DType) -> DType:
         """The dtype of activations, and of weights that are not in blocks, where `dtype` is asked for."""
@@ -212,11 +298,16 @@ def with_cache_rotation(config: DecoderConfig, rotation: CacheRotation | None) -
         raise ContractError(f"cache_rotation must be {' or '.join(CACHE_ROTATIONS)}, not {shown(rotation)}")
     if config.latent is not None:
         raise ContractError(f"cache_rotation: {rotation} is of keys, and this model's cache holds latents")
-    if not is_hadamard_size(config.head_dim):
-        raise ContractError(
-            f"cache_rotation: {rotation} needs a head_dim that is a power of two, not {config.head_dim}"
-        )
+    for _, head_dim in (config.cache_heads(windows=windows) for windows in (False, True)):
+        if not is_hadamard_size(head_dim):
+            problem = f"cache_rotation: {rotation} needs a head_dim that is a power of two, not {head_dim}"
+            raise ContractError(problem)
     return replace(config, cache_rotation=rotation)
+
+
+def with_windows_apart(config: DecoderConfig) -> DecoderConfig:
+    """The model with pages of their own for its layers with windows, where other layers have none."""
+    return replace(config, windows_apart=True) if config.mixes_windows else config
 
 
 def read_config(fields: Fields, eps_key: str = "rms_norm_eps", **switches: Any) -> DecoderConfig:
@@ -322,6 +413,11 @@ def read_rope(fields: Fields, head_dim: int, layer_type: str | None = None, thet
         theta = rope.number("rope_theta", theta, *THETA)
         if rope.get("alpha") is not None:  # Hunyuan's: a constant stretch of the base
             theta *= rope.number("alpha", None, *_STRETCH) ** (head_dim / (head_dim - 2))
+    if rope is not None and rope.get("rope_type") == "proportional":
+        kept = Proportional(int(part * head_dim // 2), rope.number("factor", 1.0, *_STRETCH))
+        if not 0 < kept.pairs <= head_dim // 2:
+            raise rope.error("partial_rotary_factor", f"must leave some of head_dim = {head_dim}", part)
+        return Rope(head_dim, theta, kept)
     dims = int(head_dim * part)
     if not 0 < dims <= head_dim or dims % 2:
         raise fields.error("partial_rotary_factor", f"must leave an even number of head_dim = {head_dim}", part)

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, Module, TensorType, TensorValue, ops
 
 from paged_kv.errors import ContractError
 from paged_kv.graphs import ops as paged
-from paged_kv.graphs.inputs import graph_inputs, graph_states, input_types, state_input_types
+from paged_kv.graphs.inputs import graph_inputs, graph_states, input_types, state_input_types, window_input_types
 from paged_kv.graphs.layers import Rotary, StepRows
 from paged_kv.graphs.models.config import DecoderConfig, QueryGrowth
 from paged_kv.graphs.models.experts import chosen_experts
 from paged_kv.graphs.models.latent import latent_attention
-from paged_kv.graphs.models.parameters import Parameters
+from paged_kv.graphs.models.parameters import Parameters, times
 from paged_kv.graphs.models.recurrent import recurrent_layer
-from paged_kv.graphs.models.tensors import NORMS
+from paged_kv.graphs.models.tensors import BESIDE, NORMS
 from paged_kv.graphs.ops import LatentCache, PagedCache, States, cache_dtype, kernels
 from paged_kv.graphs.rope import Rope
 from paged_kv.kv_formats import KVFormat
@@ -32,9 +32,15 @@ STEP = "decoder_step"
 
 
 def cache_shape(
-    config: DecoderConfig, pages: int | str, page_size: int | str, kv_format: KVFormat | None = None
+    config: DecoderConfig,
+    pages: int | str,
+    page_size: int | str,
+    kv_format: KVFormat | None = None,
+    *,
+    windows: bool = False,
 ) -> list[int | str]:
-    """`[pages, 2, layers, page_size, Hk, D]`: one buffer for the K and V of every layer that attends.
+    """`[pages, 2, layers, page_size, Hk, D]`: one buffer for the K and V of every layer that attends; where
+    `config.windows_apart`, one for the layers with `windows` and one for the others.
 
     A head of codes is as long as `options.stored_head` says. With latent attention `[pages, layers, page_size, width]`:
     one latent a token, and the rotated part beside it.
@@ -46,8 +52,9 @@ def cache_shape(
         if kv_format is not None:
             raise ContractError(f"cache dtype {kv_format}: a cache of latents has no codes")
         return [pages, config.num_hidden_layers, page_size, config.latent.kv_rank + config.latent.rope_dim]
-    head = stored_head(kv_format or "", config.head_dim)
-    return [pages, 2, config.cache_layers, page_size, config.num_key_value_heads, head]
+    kv_heads, head_dim = config.cache_heads(windows=windows)
+    head = stored_head(kv_format or "", head_dim)
+    return [pages, 2, config.cache_layers(windows), page_size, kv_heads, head]
 
 
 def state_shapes(config: DecoderConfig, slots: int | str) -> list[list[int | str]]:
@@ -77,6 +84,12 @@ class DeviceStep:
     """`[N]` int32: the rows whose hidden states are of use; all of them where it is None."""
     states: States | None = None
     """The states of recurrent layers; replaced in place."""
+    windows: PagedCache | None = None
+    """The pages of layers with windows, where `config.windows_apart`."""
+
+    def of_wanted(self) -> DeviceStep:
+        """The step of the wanted rows alone."""
+        return self if self.wanted is None else replace(self, rows=self.rows.of_rows(self.wanted), wanted=None)
 
 
 AddUp = Callable[[list[TensorValue]], list[TensorValue]]
@@ -94,11 +107,11 @@ def decode(steps: Sequence[DeviceStep], add_up: AddUp = lambda parts: parts) -> 
     rotaries = [_rotaries(step) for step in steps]
     attention_in, attention_out, mlp_in, mlp_out = NORMS[config.norm_place]
     xs = [step.parameters.embed(step.tokens) for step in steps]
+    inputs = [layer_inputs(step.parameters, step.tokens, x) for step, x in zip(steps, xs, strict=True)]
     for layer in range(config.num_hidden_layers):
         rope = config.layer_rope(layer)
-        # Of the last layer only the wanted rows reach the logits: of the others it has K and V alone.
-        is_last = layer + 1 == config.num_hidden_layers
-        of_use = [step.wanted if is_last else None for step in steps]
+        # From the last layer with K and V of its own on only the wanted rows reach the logits.
+        of_use = [step.wanted if layer == config.last_kept else None for step in steps]
         parts: list[TensorValue] = []
         ys = _normed(steps, layer, attention_in, xs)
         if config.has_mixer(layer):
@@ -109,6 +122,10 @@ def decode(steps: Sequence[DeviceStep], add_up: AddUp = lambda parts: parts) -> 
                 for step, y, rotary, rows in zip(steps, ys, rotaries, of_use, strict=True)
             ]
         xs, ys = _taken(xs, of_use), _taken(ys, of_use)
+        if layer == config.last_kept and layer + 1 < config.num_hidden_layers:
+            inputs = [each and _taken([each], [rows])[0] for each, rows in zip(inputs, of_use, strict=True)]
+            rotaries = [_of_rows(rotary, rows) for rotary, rows in zip(rotaries, of_use, strict=True)]
+            steps = [step.of_wanted() for step in steps]
         if config.norm_place == "before both":
             outputs = zip(steps, ys, parts, strict=True)
             parts = [part + _feed_forward(step.parameters, y, layer) for step, y, part in outputs]
@@ -119,8 +136,11 @@ def decode(steps: Sequence[DeviceStep], add_up: AddUp = lambda parts: parts) -> 
                 continue
             if not config.lone:
                 ys = _normed(steps, layer, mlp_in, xs)
-            parts = [_feed_forward(step.parameters, y, layer) for step, y in zip(steps, ys, strict=True)]
+            parts = [
+                _feed_forward(step.parameters, y, layer, beside=x) for step, x, y in zip(steps, xs, ys, strict=True)
+            ]
         xs = _plus(config, xs, _normed(steps, layer, mlp_out, add_up(parts)))
+        xs = [_with_input(step.parameters, x, each, layer) for step, x, each in zip(steps, xs, inputs, strict=True)]
     return xs
 
 
@@ -138,6 +158,13 @@ def _normed(steps: Sequence[DeviceStep], layer: int, name: str | None, xs: list[
 
 def _plus(config: DecoderConfig, xs: list[TensorValue], ys: list[TensorValue]) -> list[TensorValue]:
     return [paged.add_scaled(x, y, config.residual_multiplier) for x, y in zip(xs, ys, strict=True)]
+
+
+def _of_rows(rotaries: dict[Rope | None, Rotary | None], rows: TensorValue | None) -> dict[Rope | None, Rotary | None]:
+    """Each rotation of the rows that are of use."""
+    if rows is None:
+        return rotaries
+    return {rope: None if rotary is None else rotary.of_rows(rows) for rope, rotary in rotaries.items()}
 
 
 def _rotaries(step: DeviceStep) -> dict[Rope | None, Rotary | None]:
@@ -173,15 +200,19 @@ def _attention(
     Of several devices, it is the part that comes from the device's heads. Keys enter the cache rotated, by positions
     and then as `config.cache_rotation` says. Only the rows `wanted` `[N]` are computed where it is not None.
     """
-    parameters, cache, rows = step.parameters, step.cache, step.rows
+    parameters, rows = step.parameters, step.rows
+    cache = step.windows if step.windows and parameters.config.in_window_cache(layer) else step.cache
     if isinstance(cache, LatentCache):
         assert rotary is not None
         return latent_attention(parameters, cache, rows, x, rotary, layer, wanted)
     config = parameters.config
     at = f"model.layers.{layer}.self_attn"
 
+    kv_heads, head_dim = config.heads_of(layer)
+    queries, keys = config.num_attention_heads * head_dim, kv_heads * head_dim
+
     def split_heads(y: TensorValue) -> TensorValue:
-        return ops.reshape(y, [y.shape[0], int(y.shape[1]) // config.head_dim, config.head_dim])
+        return ops.reshape(y, [y.shape[0], int(y.shape[1]) // head_dim, head_dim])
 
     def heads(y: TensorValue, name: str) -> TensorValue:
         if config.qk_norm == "all_heads":
@@ -200,27 +231,25 @@ def _attention(
 
     of_q, q_rotary = rows, rotary
     if config.fused_qkv:
-        keys = config.num_key_value_heads * config.head_dim
-        sizes = [config.num_attention_heads * config.head_dim, keys, keys]
-        q, k, v = paged.split_columns(parameters.linear(x, f"{at}.qkv_proj")[0], sizes)
+        q, *kv = paged.split_columns(parameters.linear(x, f"{at}.qkv_proj")[0], [queries, keys, keys])
         q = q if wanted is None else paged.take_rows(q, wanted)
-    elif wanted is None:
-        q, k, v = parameters.linear(x, *(f"{at}.{name}_proj" for name in "qkv"))
     else:
-        k, v = parameters.linear(x, *(f"{at}.{name}_proj" for name in "kv"))
-        q = parameters.linear(paged.take_rows(x, wanted), f"{at}.q_proj")[0]
+        names = () if not config.has_kv(layer) else ("k",) if config.value_is_key(layer) else ("k", "v")
+        together = names if wanted is not None else ("q", *names)
+        kv = parameters.linear(x, *(f"{at}.{name}_proj" for name in together)) if together else []
+        q = kv.pop(0) if wanted is None else parameters.linear(paged.take_rows(x, wanted), f"{at}.q_proj")[0]
     if wanted is not None:
         of_q, q_rotary = rows.of_rows(wanted), None if rotary is None else rotary.of_rows(wanted)
     gate = None
     if config.attention_gate:
         both, heads_of_q = q, config.num_attention_heads
-        q, gate = (
-            paged.take_columns(both, first, config.head_dim, groups=heads_of_q) for first in (0, config.head_dim)
-        )
-    k, v = rotated(heads(k, "k"), rotary, "k"), split_heads(v)
-    if cache.kv_format is None:
-        k, v = ops.cast(k, cache.dtype), ops.cast(v, cache.dtype)
-    paged.append(cache, k, v, rows.batch, rows.slots, layer=config.cache_layer(layer))
+        q, gate = (paged.take_columns(both, first, head_dim, groups=heads_of_q) for first in (0, head_dim))
+    if kv:
+        k, v = rotated(heads(kv[0], "k"), rotary, "k"), split_heads(kv[-1])
+        v = parameters.norm(None, v) if config.v_norm else v
+        if cache.kv_format is None:
+            k, v = ops.cast(k, cache.dtype), ops.cast(v, cache.dtype)
+        paged.append(cache, k, v, rows.batch, rows.slots, layer=config.cache_layer(layer))
     q = rotated(heads(q, "q"), q_rotary, "q")
     if config.q_growth is not None and not (config.q_growth.unrotated and rotary is not None):
         q = _grown(q, of_q.positions, config.q_growth)
@@ -233,7 +262,7 @@ def _attention(
         window_left=config.window_left(layer),
         sinks=ops.cast(parameters.values[f"{at}.sinks"], DType.float32) if config.sinks else None,
     )
-    o = ops.reshape(o, [o.shape[0], config.num_attention_heads * config.head_dim])
+    o = ops.reshape(o, [o.shape[0], queries])
     if gate is not None:
         o = paged.gate_units(gate, o, "sigmoid")
     return parameters.linear(o, f"{at}.o_proj")[0]
@@ -246,18 +275,26 @@ def _grown(q: TensorValue, positions: TensorValue, by: QueryGrowth) -> TensorVal
     return q * ops.reshape(growth, [q.shape[0], 1, 1])
 
 
-def _feed_forward(parameters: Parameters, x: TensorValue, layer: int) -> TensorValue:
-    """Return what follows the attention, `[N, hidden]`: an MLP, or experts."""
-    at, config = f"model.layers.{layer}.mlp", parameters.config
+def _feed_forward(parameters: Parameters, y: TensorValue, layer: int, beside: TensorValue | None = None) -> TensorValue:
+    """Return what follows the attention, `[N, hidden]`: an MLP, or experts, of the normed hidden states `y`; or both,
+    the experts then of the hidden states `beside` it.
+    """
+    of_layer, config = f"model.layers.{layer}", parameters.config
+    at = f"{of_layer}.mlp"
     if config.experts is None or not config.has_experts(layer):
-        return _mlp(parameters, x, f"model.layers.{layer}.{config.mlp}")
-    y = chosen_experts(parameters, x, at)
+        return _mlp(parameters, y, f"{of_layer}.{config.mlp}")
+    if config.experts.beside and beside is not None:
+        after, before, after_experts = (f"{of_layer}.{name}" for name in BESIDE)
+        of_experts = chosen_experts(parameters, parameters.norm(before, beside), at, of_router=beside)
+        dense = parameters.norm(after, _mlp(parameters, y, at))
+        return paged.add_scaled(dense, parameters.norm(after_experts, of_experts))
+    found = chosen_experts(parameters, y, at)
     if not config.experts.shared_inner:
-        return y
-    shared = _mlp(parameters, x, f"{at}.shared_experts")
+        return found
+    shared = _mlp(parameters, y, f"{at}.shared_experts")
     if config.experts.shared_gate:
-        shared = paged.gate_units(parameters.linear(x, f"{at}.shared_expert_gate")[0], shared, "sigmoid")
-    return paged.add_scaled(y, shared)
+        shared = paged.gate_units(parameters.linear(y, f"{at}.shared_expert_gate")[0], shared, "sigmoid")
+    return paged.add_scaled(found, shared)
 
 
 def _mlp(parameters: Parameters, x: TensorValue, at: str) -> TensorValue:
@@ -277,6 +314,32 @@ def _mlp(parameters: Parameters, x: TensorValue, at: str) -> TensorValue:
     return parameters.linear(units, f"{at}.down_proj")[0]
 
 
+def layer_inputs(parameters: Parameters, tokens: TensorValue, x: TensorValue) -> TensorValue | None:
+    """The inputs of all layers, `[T, layers * size]`, from tokens `[T]` and their embeddings `x`; None where the model
+    has none.
+    """
+    config = parameters.config
+    if config.layer_inputs is None:
+        return None
+    size = config.layer_inputs.size
+    of_tokens = parameters.rows("model.embed_tokens_per_layer", tokens, size**0.5)
+    (of_states,) = parameters.linear(x, "model.per_layer_model_projection")
+    apart = ops.reshape(times(of_states, config.hidden_size**-0.5), [x.shape[0], config.num_hidden_layers, size])
+    normed = parameters.norm("model.per_layer_projection_norm", apart)
+    return times(ops.reshape(normed, of_tokens.shape) + of_tokens, 2**-0.5)
+
+
+def _with_input(parameters: Parameters, x: TensorValue, inputs: TensorValue | None, layer: int) -> TensorValue:
+    """A layer's output with what its own input adds, and scaled; as it is in most models."""
+    config, at = parameters.config, f"model.layers.{layer}"
+    if inputs is not None and config.layer_inputs is not None:
+        of_layer = paged.take_columns(inputs, layer * config.layer_inputs.size, config.layer_inputs.size)
+        units = paged.gate_units(parameters.linear(x, f"{at}.per_layer_input_gate")[0], of_layer, "gelu_tanh")
+        (y,) = parameters.linear(units, f"{at}.per_layer_projection")
+        x = paged.add_scaled(x, parameters.norm(f"{at}.post_per_layer_input_norm", y))
+    return x * parameters.values[f"{at}.layer_scalar"] if config.layer_scalar else x
+
+
 def build_step(
     config: DecoderConfig,
     dtype: DType,
@@ -287,8 +350,8 @@ def build_step(
     weight_prefix: str = "",
     kv_format: KVFormat | None = None,
 ) -> None:
-    """Adds the graph `name` to `module`: `DecodeInputs`, of a hybrid model then `StateInputs`, and rows `[N]` int32 ->
-    logits `[N, vocab]` float32 after them.
+    """Adds the graph `name` to `module`: `DecodeInputs`, `WindowInputs` where `config.windows_apart`, of a hybrid model
+    `StateInputs`, and rows `[N]` int32 -> logits `[N, vocab]` float32 after them.
 
     A row is a token's place in `DecodeInputs.tokens`. Batch, tokens, lengths and the page size are symbolic. `dtype` is
     that of weights, activations and cache, of quantised models that of the cache alone; with `kv_format` the cache
@@ -297,18 +360,28 @@ def build_step(
     are MAX's matmul.
     """
     device = device or DeviceRef.CPU()
-    inputs = input_types(cache_dtype(dtype, kv_format), cache_shape(config, "pages", "page_size", kv_format), device)
-    of_states = state_input_types(state_shapes(config, "slots"), device)
-    types = [*inputs.flatten(), *of_states.flatten(), TensorType(DType.int32, ["N"], device)]
+    kind = cache_dtype(dtype, kv_format)
+    inputs = input_types(kind, cache_shape(config, "pages", "page_size", kv_format), device)
+    types = inputs.flatten()
+    if config.windows_apart:
+        shape = cache_shape(config, "window_pages", "page_size", kv_format, windows=True)
+        types += window_input_types(kind, shape, device).flatten()
+    types += state_input_types(state_shapes(config, "slots"), device).flatten()
+    types.append(TensorType(DType.int32, ["N"], device))
     with Graph(name, input_types=types, custom_extensions=[kernels()], module=module) as graph:
         parameters = Parameters.of(graph, config, dtype, device, weight_prefix)
         count = len(inputs.flatten())
         step, (*values, wanted) = graph_inputs(graph.inputs[:count]), graph.inputs[count:]
+        windows = None
+        if config.windows_apart:
+            table, blocks, *values = values
+            windows = PagedCache.of(blocks.buffer, table.tensor, kv_format=kv_format)
         if config.latent is None:
             cache: PagedCache | LatentCache = PagedCache.of(step.blocks, step.lookup_table, kv_format=kv_format)
         else:
             cache = LatentCache(step.blocks, step.lookup_table)
         rows = StepRows.of(step.row_offsets, step.cache_lengths, step.tokens)
         states = States.of(graph_states(values), step.row_offsets) if values else None
-        (x,) = decode([DeviceStep(parameters, step.tokens, cache, rows, wanted.tensor, states)])  # [N, hidden]
+        only = DeviceStep(parameters, step.tokens, cache, rows, wanted.tensor, states, windows)
+        (x,) = decode([only])  # [N, hidden]
         graph.output(logits(parameters, x))

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 from max.dtype import DType
 from max.graph import TensorValue, ops
 
 from paged_kv.graphs import ops as paged
 from paged_kv.graphs.models.mixture import ClampedUnits
-from paged_kv.graphs.models.parameters import Parameters
+from paged_kv.graphs.models.parameters import Parameters, times
 from paged_kv.graphs.models.tensors import CHOICE_BIAS
 from paged_kv.graphs.paged_cache import constant
 
 
-def chosen_experts(parameters: Parameters, x: TensorValue, at: str) -> TensorValue:
+def chosen_experts(
+    parameters: Parameters, x: TensorValue, at: str, of_router: TensorValue | None = None
+) -> TensorValue:
     """The weighted sum of what the experts that each row of `x` `[N, hidden]` chooses make of it: `[N, hidden]`.
 
-    `at` names the mixture. Of equal scores the expert of the lowest index is chosen first, but where scores scale the
-    input (MAX's top_k chooses there). Weights and sum are float32.
+    `at` names the mixture; its router sees `of_router` `[N, hidden]`, normed, where that is not x. Of equal scores the
+    expert of the lowest index is chosen first, but where scores scale the input (MAX's top_k chooses there). Weights
+    and sum are float32.
     """
     experts = parameters.config.experts
     assert experts is not None
     # The router is float32, whatever the model's dtype.
-    (logits,) = parameters.linear(paged.widened(x), f"{at}.{experts.router}")  # [N, E]
+    router = f"{at}.{experts.router}"
+    seen = x
+    if of_router is not None:
+        normed = paged.rms_norm(of_router, parameters.values[f"{router}.scale"], parameters.config.norm_eps)
+        seen = times(normed, parameters.config.hidden_size**-0.5)
+    (logits,) = parameters.linear(paged.widened(seen), router)  # [N, E]
     if experts.scales_input:
         return _of_scaled_inputs(parameters, x, logits, f"{at}.experts")
     if experts.jitter is not None:
@@ -38,6 +48,8 @@ def chosen_experts(parameters: Parameters, x: TensorValue, at: str) -> TensorVal
         sum_to_one=experts.sums_to_one,
         scale=experts.scale,
     )
+    if of_router is not None:
+        weights = weights * paged.widened(ops.gather(parameters.values[f"{router}.per_expert_scale"], chosen, axis=0))
     return paged.weighted_sum(_expert_mlps(parameters, x, chosen, f"{at}.experts"), weights)
 
 
@@ -76,15 +88,24 @@ def _expert_mlps(parameters: Parameters, x: TensorValue, chosen: TensorValue, at
         gate, up = parameters.experts(x, chosen, f"{at}.gate_proj", f"{at}.up_proj")
         if experts.units is None:
             gate, up = (ops.reshape(part, [tokens * choices, experts.inner]) for part in (gate, up))
-            units = paged.gate_units(gate, up, "silu")
+            units = paged.gate_units(gate, up, _activation(parameters))
         else:
             units = _clamped(gate, up, experts.units)
     else:
         (gate_up,) = parameters.experts(x, chosen, f"{at}.gate_up_proj")
+        flat = ops.reshape(gate_up, [tokens * choices, 2 * experts.inner])
         clamped = None if experts.units is None else (experts.units.alpha, experts.units.limit)
-        units = paged.gate_halves(ops.reshape(gate_up, [tokens * choices, 2 * experts.inner]), clamped)
+        if _activation(parameters) == "silu":
+            units = paged.gate_halves(flat, clamped)
+        else:
+            gate, up = paged.split_columns(flat, [experts.inner] * 2)
+            units = paged.gate_units(gate, up, _activation(parameters))
     units = ops.reshape(units, [tokens, choices, experts.inner])
     return parameters.experts(units, chosen, f"{at}.down_proj")[0]
+
+
+def _activation(parameters: Parameters) -> Literal["silu", "gelu_tanh"]:
+    return "gelu_tanh" if parameters.config.activation == "gelu_tanh" else "silu"
 
 
 def _clamped(gate: TensorValue, up: TensorValue, units: ClampedUnits) -> TensorValue:

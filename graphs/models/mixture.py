@@ -60,6 +60,10 @@ class Experts:
     jitter: float | None = None
     """Two experts are chosen, one after the other: the greatest of the scores s that are left. Its weight is a softmax
     over those near to it, `(greatest - s) / max(|s|, greatest) <= 2 jitter` (SparseMixer, arXiv:2409.12136)."""
+    beside: bool = False
+    """The layer has its MLP too; what goes into each and comes out of it has norms of its own, the router's input is
+    normed without and then multiplied by weights of its own, and each expert's weight by a number of its own (Gemma 4).
+    """
     scales_input: bool = False
     """An expert's weight, the sigmoid of its score, multiplies what goes into it instead of what comes out."""
     transposed: bool = False

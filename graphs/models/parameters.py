@@ -92,12 +92,16 @@ class Parameters:
 
     def embed(self, tokens: TensorValue) -> TensorValue:
         """Token ids `[T]`, int32 or int64 -> `[T, hidden]`."""
-        weight = self.weight("model.embed_tokens.weight")
+        return self.rows("model.embed_tokens", tokens, self.config.embedding_multiplier)
+
+    def rows(self, name: str, tokens: TensorValue, factor: float) -> TensorValue:
+        """The rows `[T, D]` of a weight that token ids `[T]` name, times a factor."""
+        weight = self.weight(f"{name}.weight")
         if isinstance(weight, QuantisedWeight):
             x = quantised_rows(weight, tokens)
         else:
             x = paged.take_rows(weight, tokens if tokens.dtype == DType.int32 else ops.cast(tokens, DType.int32))
-        return times(x, self.config.embedding_multiplier)
+        return times(x, factor)
 
     def experts(self, x: TensorValue, chosen: TensorValue, *names: str) -> list[TensorValue]:
         """`x` `[T, in]` or `[T, C, in]` through stacks of experts, each row through those that `chosen` `[T, C]` names:
@@ -128,6 +132,8 @@ def _share(config: DecoderConfig, count: int) -> DecoderConfig:
         raise ContractError("devices: a model with latent attention or experts runs on one device")
     if config.recurrence is not None:
         raise ContractError("devices: a model with recurrent layers runs on one device")
+    if config.windows_apart:
+        raise ContractError("devices: a model whose layers with windows have pages of their own runs on one device")
     if config.encodings:
         raise ContractError("devices: quantised weights run on the CPU alone")
     sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size")

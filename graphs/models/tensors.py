@@ -38,6 +38,10 @@ NORMS = {
 }
 
 
+BESIDE = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
+"""The norms of an MLP's output, and of the input and the output of the experts beside it."""
+
+
 @dataclass(frozen=True)
 class TensorPart:
     """Rows of a checkpoint's tensor that are a part of an assembled weight `[count, rows, ...]`, or `[rows, ...]`."""
@@ -93,10 +97,16 @@ def expected_tensors(config: DecoderConfig) -> dict[str, Shape]:
     `[out, in]`, those of a stack `[count, out, in]`.
     """
     tensors: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
-    kinds: dict[tuple[bool, ...], dict[str, Shape]] = {}
+    if config.layer_inputs is not None:
+        size = config.num_hidden_layers * config.layer_inputs.size
+        tensors["model.embed_tokens_per_layer.weight"] = (config.layer_inputs.vocab_size, size)
+        tensors["model.per_layer_model_projection.weight"] = (size, config.hidden_size)
+        tensors["model.per_layer_projection_norm.weight"] = (config.layer_inputs.size,)
+    kinds: dict[tuple[object, ...], dict[str, Shape]] = {}
     for index in range(config.num_hidden_layers):
-        kind = config.has_experts(index), config.is_recurrent(index), config.has_mixer(index), config.has_mlp(index)
-        layer = kinds.get(kind) or kinds.setdefault(kind, _layer(config, *kind))
+        parts = config.has_experts(index), config.is_recurrent(index), config.has_mixer(index), config.has_mlp(index)
+        kind = *parts, config.window_left(index) >= 0, config.has_kv(index), config.mlp_inner(index)
+        layer = kinds.get(kind) or kinds.setdefault(kind, _layer(config, index))
         tensors |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
     tensors |= _norm(config, "model.norm")
     if not config.tie_word_embeddings:
@@ -142,30 +152,42 @@ def checkpoint_tensors(config: DecoderConfig, stored: Container[str] = ()) -> di
     return tensors
 
 
-def _layer(
-    config: DecoderConfig, has_experts: bool, is_recurrent: bool, has_mixer: bool, has_mlp: bool
-) -> dict[str, Shape]:
-    attends = has_mixer and not is_recurrent
+def _layer(config: DecoderConfig, index: int) -> dict[str, Shape]:
+    attends, has_experts = config.attends(index), config.has_experts(index)
+    has_mlp = config.has_mlp(index) and (config.experts is None or not has_experts or config.experts.beside)
     linear: dict[str, Shape] = {}
     if attends:
-        values = config.latent.v_dim if config.latent else config.head_dim
+        values = config.latent.v_dim if config.latent else config.heads_of(index)[1]
         linear["self_attn.o_proj"] = (config.hidden_size, config.num_attention_heads * values)
-    if has_mlp and not has_experts:
-        linear |= _down(config, config.mlp, config.intermediate_size)
-    if attends:
-        linear |= {f"self_attn.{name}": shape for name, shape in _projections(config).items()}
     if has_mlp:
-        linear |= _experts(config) if has_experts else _gate_and_up(config, config.mlp, config.intermediate_size)
+        linear |= _down(config, config.mlp, config.mlp_inner(index))
+    if attends:
+        linear |= {f"self_attn.{name}": shape for name, shape in _projections(config, index).items()}
+    if has_mlp:
+        linear |= _gate_and_up(config, config.mlp, config.mlp_inner(index))
+    if has_experts:
+        linear |= _experts(config)
     layer: dict[str, Shape] = {f"{name}.weight": shape for name, shape in linear.items()}
     layer |= {f"{name}.bias": shape[:-1] for name, shape in linear.items() if _has_bias(config, name)}
     for name in NORMS[config.norm_place][: 1 if config.lone else None]:
         layer |= {} if name is None else _norm(config, name)
     if has_experts and config.experts is not None and (config.experts.sigmoid or config.experts.choice_bias):
         layer[f"mlp.{config.experts.router}.{CHOICE_BIAS}"] = (config.experts.count,)
-    if is_recurrent and config.recurrence is not None:
+    if has_experts and config.experts is not None and config.experts.beside:
+        router = f"mlp.{config.experts.router}"
+        layer |= {f"{router}.scale": (config.hidden_size,), f"{router}.per_expert_scale": (config.experts.count,)}
+        for name in BESIDE:
+            layer |= _norm(config, name)
+    if config.layer_inputs is not None:
+        size, hidden = config.layer_inputs.size, config.hidden_size
+        layer |= {"per_layer_input_gate.weight": (size, hidden), "per_layer_projection.weight": (hidden, size)}
+        layer |= _norm(config, "post_per_layer_input_norm")
+    if config.layer_scalar:
+        layer["layer_scalar"] = (1,)
+    if config.is_recurrent(index) and config.recurrence is not None:
         at = RECURRENT[config.recurrence.kind]
         layer |= {f"{at}.{name}": shape for name, shape in _recurrent(config, config.recurrence).items()}
-    return layer | (_beside_attention(config) if attends else {})
+    return layer | (_beside_attention(config, index) if attends else {})
 
 
 def _recurrent(config: DecoderConfig, recurrence: Recurrence) -> dict[str, Shape]:
@@ -192,7 +214,7 @@ def _recurrent(config: DecoderConfig, recurrence: Recurrence) -> dict[str, Shape
     return tensors | biases | conv | gates
 
 
-def _beside_attention(config: DecoderConfig) -> dict[str, Shape]:
+def _beside_attention(config: DecoderConfig, index: int) -> dict[str, Shape]:
     """Tensors of attention that are no linear layers."""
     layer: dict[str, Shape] = {}
     if config.latent is not None:
@@ -202,19 +224,22 @@ def _beside_attention(config: DecoderConfig) -> dict[str, Shape]:
     if config.sinks:
         layer["self_attn.sinks"] = (config.num_attention_heads,)
     if config.qk_norm not in (None, "head, rotated, no weights"):
-        sizes = (config.head_dim,) * 2 if config.qk_norm != "all_heads" else _queries_and_keys(config)
+        sizes = (config.heads_of(index)[1],) * 2 if config.qk_norm != "all_heads" else _queries_and_keys(config, index)
         layer |= {f"self_attn.{name}_norm.weight": (size,) for name, size in zip("qk", sizes, strict=True)}
+    if not config.has_kv(index):
+        layer.pop("self_attn.k_norm.weight", None)
     return layer
 
 
-def _queries_and_keys(config: DecoderConfig) -> tuple[int, int]:
-    return config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+def _queries_and_keys(config: DecoderConfig, index: int) -> tuple[int, int]:
+    kv_heads, head_dim = config.heads_of(index)
+    return config.num_attention_heads * head_dim, kv_heads * head_dim
 
 
-def _projections(config: DecoderConfig) -> dict[str, Shape]:
+def _projections(config: DecoderConfig, index: int) -> dict[str, Shape]:
     """Return what makes queries, keys and values."""
     hidden, heads, latent = config.hidden_size, config.num_attention_heads, config.latent
-    queries, keys = _queries_and_keys(config)
+    queries, keys = _queries_and_keys(config, index)
     if latent is not None:
         q_rank = latent.q_rank
         of_q: dict[str, Shape] = {"q_proj": (queries, hidden)}
@@ -228,7 +253,10 @@ def _projections(config: DecoderConfig) -> dict[str, Shape]:
     if config.fused_qkv:
         return {"qkv_proj": (queries + 2 * keys, hidden)}
     queries *= 2 if config.attention_gate else 1
-    return {f"{name}_proj": (size, hidden) for name, size in zip("qkv", (queries, keys, keys), strict=True)}
+    sizes = {"q": queries} | ({"k": keys} if config.has_kv(index) else {})
+    if config.has_kv(index) and not config.value_is_key(index):
+        sizes["v"] = keys
+    return {f"{name}_proj": (size, hidden) for name, size in sizes.items()}
 
 
 def _norm(config: DecoderConfig, name: str) -> dict[str, Shape]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paged_kv.graphs.models import gemma3, llama4, ministral3, mistral, qwen3_5
+from paged_kv.graphs.models import gemma3, gemma4, llama4, ministral3, mistral, qwen3_5
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.family import Family
 from paged_kv.graphs.models.fields import Fields
@@ -43,6 +43,10 @@ def _gemma3(fields: Fields) -> DecoderConfig:
     return _read(fields, (gemma3.FAMILY,), **_GEMMA3_4B)
 
 
+def _gemma4(fields: Fields) -> DecoderConfig:
+    return _read(fields, (gemma4.FAMILY,))
+
+
 def _llama4(fields: Fields) -> DecoderConfig:
     return _read(fields, (llama4.FAMILY,))
 
@@ -65,6 +69,14 @@ GEMMA3 = Family(
     read=_gemma3,
     renames=_TEXT,
     unread=_IMAGES,
+    engine_only=True,
+)
+GEMMA4 = Family(
+    architecture="Gemma4ForConditionalGeneration",
+    model_type="gemma4",
+    read=_gemma4,
+    renames={**_TEXT, **gemma4.FAMILY.renames},
+    unread=(*_IMAGES, "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
     engine_only=True,
 )
 LLAMA4 = Family(

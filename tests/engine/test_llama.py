@@ -76,7 +76,8 @@ class Spy:
 
     def __init__(self, model, pages_of_storage=None):
         self.model = model
-        self.config, self.page_size, self.num_states = model.config, model.page_size, model.num_states
+        self.config, self.page_size = model.config, model.page_size
+        self.num_states = self.num_window_pages = 0
         self.num_pages = model.num_pages if pages_of_storage is None else len(pages_of_storage)
         self.pages_of_storage = pages_of_storage
         self.steps = []

@@ -33,9 +33,12 @@ else:
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    """Built where there is no C compiler. The one of bfloat16 for a CPU with AMX has all calls of C beside each other."""
+    """Built where there is no C compiler. One of bfloat16 for a CPU with AMX makes all calls of C that there are."""
     folder = tmp_path_factory.mktemp("kernels")
-    wanted = {LOWER: ["merge_float32", "pages_float32_float32", DEMO_STEP], FOREIGN: ["merge_float32", "masked_attention_bfloat16_bfloat16_bfloat16"]}
+    wanted = {
+        LOWER: ["merge_float32", "pages_float32_float32", DEMO_STEP],
+        FOREIGN: ["merge_float32", "masked_attention_bfloat16_bfloat16_bfloat16"],
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", str(tmp_path_factory.mktemp("nothing")))
         for target, names in wanted.items():

@@ -95,8 +95,8 @@ def assert_same(buffers, tensors):
     """The loaded Buffers hold the bits of the torch tensors; one NaN is as good as another."""
     for name, tensor in tensors.items():
         got = to_torch(buffers[name])
-        nan = got.isnan()
-        assert torch.equal(nan, tensor.isnan()), name
+        nan = got.isnan().numpy()
+        assert np.array_equal(nan, tensor.isnan()), name
         np.testing.assert_array_equal(bits(got)[~nan], bits(tensor)[~nan], err_msg=name)
 
 
@@ -109,7 +109,7 @@ def make_checkpoint(
     """
     values = {key: value for key, value in CONFIG.items() if key not in ("architectures", "model_type")}
     tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    of_text = "Text" if family in ("Gemma3", "Llama4", "Qwen3_5") else ""
+    of_text = "Text" if family in ("Gemma3", "Gemma4", "Llama4", "Qwen3_5") else ""
     config_class = getattr(transformers, f"{family}{of_text}Config")
     config = config_class(**(values | tokens | overrides))
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
@@ -124,6 +124,8 @@ def make_checkpoint(
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+            if name.endswith("layer_scalar"):
+                buffer.copy_(1 + 0.3 * torch.randn(buffer.shape, generator=generator))
     model = model.to(dtype)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     byte_tokenizer(add_bos=add_bos).save(str(folder / "tokenizer.json"))

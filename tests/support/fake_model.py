@@ -13,7 +13,7 @@ from paged_kv.checkpoint.config import load_config
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.engine.sampling import History, Sampling, choose
 from paged_kv.engine.states import StepStates
-from paged_kv.graphs.models.config import DecoderConfig
+from paged_kv.graphs.models.config import DecoderConfig, with_windows_apart
 from paged_kv.graphs.rope import Rope
 from paged_kv.options import NO_PAGE
 from paged_kv.structured_output import CompiledStructure
@@ -76,15 +76,26 @@ def alone(
 class FakeModel:
     """Keeps the tokens themselves in its pages, and reads a request's past from there alone.
 
-    With slots of state it is a hybrid model: the state that is read must be that of the tokens before.
+    With slots of state it is a hybrid model: the state that is read must be that of the tokens before. With pages of
+    windows it has a layer with a window beside one without: what the window sees must be there in its own pages.
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, max_positions: int = 4096, window: int = -1, num_states: int = 0
+        self,
+        num_pages: int,
+        page_size: int,
+        max_positions: int = 4096,
+        window: int = -1,
+        num_states: int = 0,
+        num_window_pages: int = 0,
     ) -> None:
         self.config = fake_config(max_positions, window)
-        self.num_pages, self.page_size, self.window = num_pages, page_size, window
+        if num_window_pages:
+            self.config = with_windows_apart(replace(self.config, windows=(window, -1) * 4))
+        self.num_pages, self.page_size, self.window = num_pages, page_size, -1 if num_window_pages else window
         self.storage = np.full((num_pages, page_size), EMPTY, np.int32)
+        self.num_window_pages = num_window_pages
+        self.window_storage = np.full((num_window_pages, page_size), EMPTY, np.int32)
         self.num_states, self.states = num_states, np.full(num_states, EMPTY, np.int32)
         self.digest = self.kernels = "fake"
         self.computed = 0
@@ -99,8 +110,11 @@ class FakeModel:
         pages: Sequence[Any],
         counts: Sequence[int] | None = None,
         states: StepStates | None = None,
+        window_pages: Sequence[Any] | None = None,
     ) -> np.ndarray:
         assert (states is None) == (self.num_states == 0)
+        if self.num_window_pages:
+            self.see_windows(tokens, cache_lengths, pages, pages if window_pages is None else window_pages)
         self.computed += sum(map(len, tokens))
         self.largest = max(self.largest, sum(map(len, tokens)))
         written = set()
@@ -155,6 +169,29 @@ class FakeModel:
             for count, slot in saves:
                 self.states[slot] = state_after(state, new[:count])
 
+    def see_windows(
+        self,
+        tokens: Sequence[Sequence[int]],
+        cache_lengths: Sequence[int],
+        pages: Sequence[Any],
+        window_pages: Sequence[Any],
+    ) -> None:
+        """Writes a step's tokens to pages of windows, and reads the window of each token there."""
+        written = set()
+        for new, cached, mine in zip(tokens, cache_lengths, window_pages, strict=True):
+            for position, token in enumerate(new, cached):
+                at = mine[position // self.page_size], position % self.page_size
+                assert at[0] != NO_PAGE
+                assert at not in written, "two requests write one slot"
+                written.add(at)
+                self.window_storage[at] = token
+        for new, cached, full, mine in zip(tokens, cache_lengths, pages, window_pages, strict=True):
+            for j in range(max(0, cached - self.config.longest_window), cached + len(new)):
+                page, slot = divmod(j, self.page_size)
+                assert mine[page] != NO_PAGE, "a page that the window reaches was given back"
+                if j < cached:
+                    assert self.window_storage[mine[page], slot] == self.storage[full[page], slot] != EMPTY
+
     def logits(self, past: Sequence[int]) -> np.ndarray:
         """After the tokens that it sees."""
         return logits_after(past)
@@ -163,11 +200,15 @@ class FakeModel:
     def page_kind(self) -> tuple[str, tuple[int, ...]]:
         return "float32", (self.page_size,)
 
-    def read_pages(self, pages: Sequence[int]) -> np.ndarray:
-        return self.storage.view(np.uint32)[list(pages)]
+    @property
+    def window_page_kind(self) -> tuple[str, tuple[int, ...]]:
+        return self.page_kind
 
-    def write_pages(self, pages: Sequence[int], bits: np.ndarray) -> None:
-        self.storage.view(np.uint32)[list(pages)] = bits
+    def read_pages(self, pages: Sequence[int], *, windows: bool = False) -> np.ndarray:
+        return (self.window_storage if windows else self.storage).view(np.uint32)[list(pages)]
+
+    def write_pages(self, pages: Sequence[int], bits: np.ndarray, *, windows: bool = False) -> None:
+        (self.window_storage if windows else self.storage).view(np.uint32)[list(pages)] = bits
 
     @property
     def state_size(self) -> int:
@@ -179,8 +220,9 @@ class FakeModel:
     def write_states(self, slots: Sequence[int], bits: np.ndarray) -> None:
         self.states.view(np.uint32)[list(slots)] = bits[:, 0]
 
-    def copy_page(self, source: int, target: int) -> None:
-        self.storage[target] = self.storage[source]
+    def copy_page(self, source: int, target: int, *, windows: bool = False) -> None:
+        storage = self.window_storage if windows else self.storage
+        storage[target] = storage[source]
 
 
 class FakeDraft(FakeModel):
@@ -209,8 +251,9 @@ class Nonsense(FakeModel):
         pages: Sequence[Any],
         counts: Sequence[int] | None = None,
         states: StepStates | None = None,
+        window_pages: Sequence[Any] | None = None,
     ) -> np.ndarray:
-        assert states is None
+        assert states is window_pages is None
 
         rows = []
         for new, cached, mine, count in zip(tokens, cache_lengths, pages, counts or [1] * len(pages), strict=True):

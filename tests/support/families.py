@@ -31,6 +31,16 @@ GEMMA_ROPE = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
+GEMMA4 = {
+    "global_head_dim": 16,
+    "sliding_window": 19,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+}
 EXPERTS = {"num_experts_per_tok": 3, "intermediate_size": 24}
 HYBRID = {
     "num_hidden_layers": 3,
@@ -268,6 +278,34 @@ CASES = {
         MAMBA
         | {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_proj_bias": True, "mamba_n_groups": 1},
     ),
+    "gemma4": (
+        "Gemma4",
+        GEMMA4
+        | {
+            "num_hidden_layers": 5,
+            "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")],
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 24,
+            "vocab_size_per_layer_input": 259,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma4, experts": (
+        "Gemma4",
+        GEMMA4
+        | {
+            "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 16,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 24,
+        },
+    ),
     "lfm2": (
         "Lfm2",
         {
@@ -458,8 +496,10 @@ def engine_texts(model, prompts, new_tokens, **options):
     while not engine.is_idle:
         for output in engine.step():
             texts[output.request] += output.tokens
-        engine.pool.check_integrity()
-    assert engine.pool.num_used == 0
+        pools = [pool for pool in (engine.pool, engine.window_pool) if pool is not None]
+        for pool in pools:
+            pool.check_integrity()
+    assert all(pool.num_used == 0 for pool in pools)
     return texts
 
 

@@ -13,7 +13,7 @@ from paged_kv.checkpoint.source import open_source
 from paged_kv.engine import model as model_module
 from paged_kv.engine.model import DecoderModel
 from paged_kv.graphs.models import decoder
-from paged_kv.graphs.models.config import with_cache_rotation
+from paged_kv.graphs.models.config import with_cache_rotation, with_windows_apart
 from paged_kv.kv_formats import KVFormat
 from paged_kv.runtime.artefacts import load_graphs
 from paged_kv.runtime.compile_key import MODELS, CompileKey
@@ -40,7 +40,8 @@ def load_family(members: dict[str, Member]) -> dict[str, DecoderModel]:
     """
     sources = {name: open_source(member.folder) for name, member in members.items()}
     configs = {
-        name: with_cache_rotation(source.config, members[name].cache_rotation) for name, source in sources.items()
+        name: with_windows_apart(with_cache_rotation(source.config, members[name].cache_rotation))
+        for name, source in sources.items()
     }
     weights = {name: source.load(members[name].dtype) for name, source in sources.items()}
 
@@ -78,13 +79,12 @@ def poison(model: DecoderModel) -> None:
     """Fills every page and state with NaN: whatever reads a slot that was not written shows."""
     for buffer in model._states:
         to_numpy(buffer)[...] = float("nan")
-    if not model.blocks.device.is_host:
-        blocks = torch.from_dlpack(model.blocks)
-        blocks.fill_(float("nan") if model.kv_format is None else torch.iinfo(blocks.dtype).max)
-        torch.cuda.synchronize()
-        return
-    blocks = to_numpy(model.blocks)
-    if model.kv_format is None:
-        blocks[...] = float("nan")
-    else:
-        blocks.view(np.uint8)[...] = 255  # scales of bits that are all set are NaN too
+    for cache in {id(cache): cache for cache in (model._cache(windows=False), model._cache(windows=True))}.values():
+        if not cache.device.is_host:
+            blocks = torch.from_dlpack(cache)
+            blocks.fill_(float("nan") if model.kv_format is None else torch.iinfo(blocks.dtype).max)
+            torch.cuda.synchronize()
+        elif model.kv_format is None:
+            to_numpy(cache)[...] = float("nan")
+        else:
+            to_numpy(cache).view(np.uint8)[...] = 255  # scales of bits that are all set are NaN too

@@ -17,16 +17,17 @@ from support.fake_model import VOCAB, FakeDraft, FakeModel, alone, logits_after
 
 
 @pytest.mark.parametrize(
-    ("page_size", "temperature", "speculate", "num_states"),
+    ("page_size", "temperature", "speculate", "num_states", "num_window_pages"),
     [
-        *((1, 1.0, None, 0), (5, 0.0, None, 0), (16, 1.0, None, 0)),
-        *((5, 0.1, "lookup", 0), (16, 0.0, "lookup", 0)),
-        *((1, 0.0, "draft", 0), (5, 1.0, "draft", 0)),
-        *((1, 1.0, None, 30), (5, 0.0, None, 9), (5, 1.0, "draft", 24), (16, 0.0, "draft", 40)),
+        *((1, 1.0, None, 0, 0), (5, 0.0, None, 0, 0), (16, 1.0, None, 0, 0)),
+        *((5, 0.1, "lookup", 0, 0), (16, 0.0, "lookup", 0, 0)),
+        *((1, 0.0, "draft", 0, 0), (5, 1.0, "draft", 0, 0)),
+        *((1, 1.0, None, 30, 0), (5, 0.0, None, 9, 0), (5, 1.0, "draft", 24, 0), (16, 0.0, "draft", 40, 0)),
+        *((1, 1.0, None, 0, 40), (5, 0.0, "draft", 0, 12), (5, 1.0, None, 0, 5), (16, 0.0, "draft", 0, 8)),
     ],
 )
 def test_200_requests_in_a_small_pool_get_the_tokens_that_each_gets_alone(
-    page_size, temperature, speculate, num_states
+    page_size, temperature, speculate, num_states, num_window_pages
 ):
     """Shared prefixes, samples that fork, aborts, chunks and preemptions; each against its own run without a cache.
 
@@ -34,7 +35,8 @@ def test_200_requests_in_a_small_pool_get_the_tokens_that_each_gets_alone(
     """
     rng = np.random.default_rng(page_size)
     window = 1 if speculate == "lookup" else -1
-    model = FakeModel(-(-170 // page_size), page_size, window=window, num_states=num_states)
+    sizes = {"num_states": num_states, "num_window_pages": num_window_pages}
+    model = FakeModel(-(-170 // page_size), page_size, window=11 if num_window_pages else window, **sizes)
     draft = FakeDraft(-(-150 // page_size), page_size) if speculate == "draft" else speculate
     engine = Engine(model, max_step_tokens=40, max_running=12, speculate=draft)
     if speculate:
@@ -51,6 +53,8 @@ def test_200_requests_in_a_small_pool_get_the_tokens_that_each_gets_alone(
             for output in engine.step():
                 found[output.request, output.sample] += output.tokens
             engine.pool.check_integrity()
+            if engine.window_pool is not None:
+                engine.window_pool.check_integrity()
         if turn % 17 == 5:
             try:
                 engine.abort(turn - 3)
@@ -65,6 +69,7 @@ def test_200_requests_in_a_small_pool_get_the_tokens_that_each_gets_alone(
         assert engine.statistics.draft_tokens > engine.statistics.accepted_tokens > 100
     assert model.largest <= 40
     assert len(aborted) > 3
+    assert engine.window_pool is None or engine.window_pool.num_used == 0
     for number, (prompt, sampling, n) in asked.items():
         for sample in range(n):
             expected = alone(prompt, sampling, sample, window)

@@ -24,6 +24,7 @@ WRAPPERS = {
     "Mistral3": ("ministral3", "pixtral"),
     "Gemma3": ("gemma3", "siglip_vision_model"),
     "Llama4": ("llama4", "llama4_vision_model"),
+    "Gemma4": ("gemma4", "gemma4_vision"),
 }
 """The text's case and the kind of the images' model of each."""
 

@@ -47,6 +47,7 @@ def load(
     *,
     num_pages: int,
     num_states: int | None = None,
+    num_window_pages: int | None = None,
     page_size: int = 16,
     dtype: str | None = None,
     kv_format: KVFormat | None = None,
@@ -59,6 +60,8 @@ def load(
         folder: A folder in Hugging Face format, or a GGUF file.
         num_pages: Pages of the cache.
         num_states: Slots of state of a hybrid model; as much memory as the pages take where None.
+        num_window_pages: Pages of the layers with windows, where other layers have none; as many as the others where
+            None, 0: none of their own. A request needs no more than its window (pool/README.md).
         page_size: Tokens in a page.
         dtype: "float32" or "bfloat16", of weights and cache; the checkpoint's own where None.
         kv_format: "int8" or "int4" keeps K and V as codes with scales (docs/quantised-cache.md).
@@ -88,6 +91,7 @@ def load(
         dtype=kind,
         num_pages=num_pages,
         num_states=num_states,
+        num_window_pages=num_window_pages,
         page_size=page_size,
         kv_format=kv_format,
         cache_rotation=cache_rotation,

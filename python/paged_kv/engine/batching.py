@@ -17,6 +17,7 @@ from paged_kv.engine.disk_tier import DiskPages
 from paged_kv.engine.requests import Sample
 from paged_kv.engine.speculation import PANEL, Speculation
 from paged_kv.engine.states import SampleStates, StepStates
+from paged_kv.engine.windows import SampleWindows
 from paged_kv.errors import PoolExhausted, RequestError
 from paged_kv.options import NO_PAGE
 from paged_kv.pool import PagePool, PrefixCache
@@ -42,6 +43,9 @@ class Batching:
         max_gap: Seconds that a step should take at most in which samples decode.
         disk: Where full pages are kept too, with `share_prefixes`.
         speculation: Drafts what comes after the last tokens of samples.
+        windows: The pages of layers with windows, where these have their own.
+        window_left: The tokens before its own that a token sees in these layers, or in all layers where they have no
+            pages apart. None: all of them.
     """
 
     def __init__(
@@ -55,9 +59,12 @@ class Batching:
         max_gap: float | None = None,
         disk: DiskPages | None = None,
         speculation: Speculation | None = None,
+        windows: SampleWindows | None = None,
+        window_left: int | None = None,
     ) -> None:
         self.pool = pool
-        self.prefixes = PrefixCache(pool) if share_prefixes else None
+        of_windows = None if windows is None else windows.windows
+        self.prefixes = PrefixCache(pool, windows=of_windows) if share_prefixes else None
         self.waiting: list[Sample] = []
         self.running: list[Sample] = []
         self.preemptions = 0
@@ -68,6 +75,7 @@ class Batching:
         """Tokens whose K and V were read from the disk."""
         self._disk = disk
         self._states = SampleStates(pool, self.prefixes) if pool.num_states else None
+        self._windows, self._window_left = windows, window_left
         self._speculation = speculation
         self._copy_page = copy_page
         self._max_step_tokens = max_step_tokens
@@ -91,9 +99,11 @@ class Batching:
         """
         samples = self.samples
         forking = {sample.request.number for sample in samples.values() if sample.forks}
-        for key in samples:
+        for key, sample in samples.items():
             with suppress(RequestError):
                 self.pool.free(key)
+            if self._windows is not None:
+                self._windows.leave(sample)
         self.preemptions += len(self.running)
         self.waiting = [
             Sample(sample.request, sample.index, sample.tokens)
@@ -115,6 +125,8 @@ class Batching:
             if sample.request.wants_prompt:
                 most = min(most, PROMPT_ROWS)
             new = sample.tokens[sample.cached : sample.cached + most]
+            if self._windows is not None and new:
+                new = new[: self._windows.plan(sample, len(new))]
             room -= len(new)
             prompts -= len(new) if sample.is_prefilling else 0
             if new:
@@ -129,6 +141,10 @@ class Batching:
     def states(self, batch: Batch) -> StepStates | None:
         """The slots that a step of a hybrid model reads and saves states in; None of other models."""
         return None if self._states is None else self._states.of_step([sample for sample, _ in batch])
+
+    def window_pages(self, batch: Batch) -> list[tuple[int, ...]] | None:
+        """The pages of layers with windows in a step; None where they have none of their own."""
+        return None if self._windows is None else self._windows.pages([sample for sample, _ in batch])
 
     def _propose(self, speculation: Speculation, batch: Batch, room: int) -> None:
         """Adds drafts to samples that bring their last token alone, as far as `room`, rows and free pages allow."""
@@ -151,6 +167,8 @@ class Batching:
                 if self._states is not None and drafts:
                     self._states.hold_drafts(sample, len(drafts))
                 self.pool.reserve(sample.key, len(drafts), self._copy_page)
+                if self._windows is not None:
+                    drafts = drafts[: self._windows.plan(sample, 1 + len(drafts)) - 1]
             except PoolExhausted:  # no page is taken from a sample for a draft
                 continue
             batch[at] = sample, new + drafts
@@ -166,9 +184,14 @@ class Batching:
             self._chunk = min(max(int(wanted), LEAST_CHUNK), self._max_step_tokens)
 
     def computed(self, sample: Sample, cached: int) -> None:
-        """Says that K and V of the sample's first `cached` tokens are in its pages."""
+        """Says that K and V of the sample's first `cached` tokens are in its pages. Those that no window reaches any
+        more go back.
+        """
         sample.cached = cached
         self._store(sample, cached)
+        if self._window_left is not None and cached > self._window_left:
+            pool = self.pool if self._windows is None else self._windows.pool
+            pool.drop(sample.key, cached - self._window_left)
 
     def fork(self, sample: Sample) -> list[Sample]:
         """Lets the request's other samples run, which begin with all that `sample` has in the cache."""
@@ -181,14 +204,12 @@ class Batching:
         for child in children:
             _insert(self.running, child)
             self.pool.fork(sample.key, child.key)
+            if self._windows is not None:
+                self._windows.pool.fork(sample.key, child.key)
             child.cached, child.stored = len(child.tokens), sample.stored
             child.chain, child.offered = list(sample.chain), sample.offered
             child.edges = set(sample.edges)
         return children
-
-    def drop(self, sample: Sample, num_tokens: int) -> None:
-        """Gives back the pages of the first `num_tokens` tokens, which no layer sees any more."""
-        self.pool.drop(sample.key, num_tokens)
 
     def end(self, sample: Sample) -> None:
         """Forgets a sample, wherever it is."""
@@ -213,6 +234,8 @@ class Batching:
                     self.pool.reserve(sample.key, missing, self._copy_page)
                     if self._states is not None:
                         self._states.hold(sample)
+                    if self._windows is not None:
+                        self._windows.hold(sample)
                     break
                 except PoolExhausted:
                     self._preempt(self.running[-1])
@@ -226,6 +249,8 @@ class Batching:
         """Takes a sample's pages, if it has any."""
         with suppress(RequestError):
             self.pool.free(sample.key)
+        if self._windows is not None:
+            self._windows.leave(sample)
         if self._disk is not None and sample.cached:
             self._disk.used(sample.chain)
         sample.cached = sample.stored = sample.offered = 0
@@ -249,6 +274,9 @@ class Batching:
             pages = self.pool.pages(sample.key)[:count]
             first = max(sample.offered, pages.count(NO_PAGE))
             sample.offered = self._disk.offer(sample.chain, sample.tokens, first, pages[first:])
+            if self._windows is not None:
+                held = self._windows.pool.pages(sample.key)[first : sample.offered]
+                sample.offered = self._disk.offer(sample.chain, sample.tokens, first, held, windows=True)
 
     def _offer_states(self, sample: Sample, states: Mapping[int, int]) -> None:
         """Offers the disk states by how many of a sample's tokens came before."""
@@ -262,7 +290,7 @@ class Batching:
         """Reads pages that follow those that a sample begins with, but for the one of its last token.
 
         Raises:
-            PoolExhausted: there is no slot for the state after them.
+            PoolExhausted: there is no slot for the state after them, or no pages for windows.
         """
         tokens, size = sample.tokens, self.pool.page_size
         if self._disk is None or self.prefixes is None or not sample.chain or sample.request.wants_prompt:
@@ -270,7 +298,12 @@ class Batching:
         first, count = sample.cached // size, (len(tokens) - 1) // size
         self._disk.grow(sample.chain, tokens, count)
         pages, states = self.pool.pages(sample.key)[first:count], {}
-        if self._states is None:
+        if self._windows is not None:
+            windows = self._windows
+            found = size * self._disk.restore_with_windows(
+                sample.chain, tokens, first, pages, windows.windows.seen, lambda count: windows.restart(sample, count)
+            )
+        elif self._states is None:
             found = self._disk.restore(sample.chain, tokens, first, pages) * size
         else:
             (slot,) = self.pool.take_states(sample.key, 1)
@@ -293,12 +326,16 @@ class Batching:
             try:
                 if self.prefixes is None or sample.request.wants_prompt:
                     self.pool.start(sample.key, len(sample.tokens))
+                    if self._windows is not None:
+                        self._windows.pool.start(sample.key)
                 else:
                     sample.cached = self.prefixes.start(sample.key, sample.tokens, sample.request.namespace)
                 found = sample.cached
                 self._restore(sample)
                 if self._states is not None:
                     self._states.begin(sample)
+                if self._windows is not None:
+                    self._windows.hold(sample)
             except PoolExhausted:
                 self._leave(sample)
                 return

@@ -7,7 +7,8 @@ themselves, and the SHA-256 of the content, before a page of the model is writte
 renamed or of another model is as if it were missing. It tells damage, not malice: the folder is the user's alone.
 
 The state of a hybrid model at the end of a page is a file beside the page's, with the same name but for its ending: a
-prompt begins where both are there.
+prompt begins where both are there. So is the page of the layers with windows, where these have their own: a prompt
+begins where those are there that its first token to compute sees.
 
 Pages are written behind. A step copies a new page's bits into a queue, which has a limit; a thread writes them and ends
 when the queue is empty, so a process that ends waits for what is queued. What the queue has no place for is offered
@@ -34,7 +35,7 @@ import stat
 import threading
 import time
 import warnings
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,15 +49,16 @@ from paged_kv.arguments import integer, shown
 from paged_kv.engine.prefix_file import Bits, BitsKind, PagedModel, expected, pack, page_bits, state_bits, unpack
 from paged_kv.errors import CheckpointError, ContractError, ContractTypeError
 from paged_kv.files import is_own
+from paged_kv.options import NO_PAGE
 from paged_kv.pool import EvictionOrder
 
 QUEUE_BYTES = 1 << 28
 """The most bytes of pages that wait to be written: they are copies."""
 LOCK_SECONDS = 5.0
 """The seconds that a writer waits for another process; then what is queued is dropped."""
-_PAGE, _STATE = "page", "state"
+_PAGE, _STATE, _WINDOW = "page", "state", "window"
 """Kinds of files, and the endings of their names."""
-_NAME = re.compile(rf"[0-9a-f]{{64}}\.({_PAGE}|{_STATE})")
+_NAME = re.compile(rf"[0-9a-f]{{64}}\.({_PAGE}|{_STATE}|{_WINDOW})")
 _LOCK = "lock"
 _UNFINISHED = "unfinished"
 _OWNER_BYTES = 32
@@ -129,6 +131,8 @@ class DiskPages:
         self._kinds: dict[str, BitsKind] = {_PAGE: page_bits(model)}
         if model.num_states:
             self._kinds[_STATE] = state_bits(model)
+        if model.num_window_pages:
+            self._kinds[_WINDOW] = page_bits(model, windows=True)
         no_tokens = np.zeros(model.page_size, np.int64)
         self._file_bytes = {
             ending: len(pack(no_tokens, np.zeros((1, *kind.shape), kind.dtype), self._said_of(bytes(32), ending)))
@@ -220,19 +224,64 @@ class DiskPages:
         self._model.write_states([slot], found)
         return at - first
 
-    def offer(self, chain: Sequence[bytes], tokens: Sequence[int], first: int, pages: Sequence[int]) -> int:
-        """Queues pages `first` on of a chain that the folder lacks, as copies. Arguments as of `restore`.
+    def restore_with_windows(
+        self,
+        chain: Sequence[bytes],
+        tokens: Sequence[int],
+        first: int,
+        pages: Sequence[int],
+        seen: Callable[[int], range],
+        take: Callable[[int], Mapping[int, int]],
+    ) -> int:
+        """Reads pages as `restore` does, up to the last one after which the pages of windows that a token sees are
+        there too, and these.
+
+        Args:
+            seen: The places in the chain that a token after so many pages sees; those before `first` are in the model.
+            take: Gives pages of windows, by their places, for those from `first` on that such a token sees.
+
+        Returns how many pages were read; 0 where any of them is missing.
+        """
+        at = first + len(pages)
+        for place in reversed(range(first, at)):
+            if place in seen(at) and not self._has(_name(chain[place + 1], _WINDOW)):
+                at = place
+        if self.off or at == first or self.restore(chain, tokens, first, pages[: at - first]) < at - first:
+            return 0
+        found = {}
+        for place in seen(at):
+            if place >= first:
+                bits = self._read(chain, tokens, place, _WINDOW)
+                if bits is None:
+                    self._miss(chain[place + 1 : place + 2], _WINDOW)
+                    return 0
+                found[place] = bits
+        for place, page in take(at).items():
+            self._model.write_pages([page], found[place], windows=True)
+        return at - first
+
+    def offer(
+        self,
+        chain: Sequence[bytes],
+        tokens: Sequence[int],
+        first: int,
+        pages: Sequence[int],
+        *,
+        windows: bool = False,
+    ) -> int:
+        """Queues pages `first` on of a chain that the folder lacks, or pages of windows, as copies. Arguments as of
+        `restore`; those that are `NO_PAGE` are left out.
 
         Returns the first page of the chain that there was no place for, else the one after the last.
         """
-        at, end = first, first + len(pages)
+        at, end, ending = first, first + len(pages), _WINDOW if windows else _PAGE
         while at < end and not self.off:
-            name = _name(chain[at + 1], _PAGE)
-            if name not in self._sizes or name in self._missing:
-                if self._queue.qsize() >= self._most_queued[_PAGE]:
+            name, page = _name(chain[at + 1], ending), pages[at - first]
+            if page != NO_PAGE and (name not in self._sizes or name in self._missing):
+                if self._queue.qsize() >= self._most_queued[ending]:
                     break
-                bits = self._model.read_pages([pages[at - first]])
-                self._queue.put(_File(name, _PAGE, chain[at], self._tokens(tokens, at), bits))
+                bits = self._model.read_pages([page], windows=windows)
+                self._queue.put(_File(name, ending, chain[at], self._tokens(tokens, at), bits))
             at += 1
         if not self._queue.empty():
             self._wake()

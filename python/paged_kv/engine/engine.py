@@ -10,6 +10,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Hashable, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from threading import RLock
@@ -37,8 +38,9 @@ from paged_kv.engine.requests import (
 from paged_kv.engine.sampling import Choice, Sampling, choose, logprobs_of
 from paged_kv.engine.speculation import DraftModel, Speculation
 from paged_kv.engine.stop_text import StopText
+from paged_kv.engine.windows import SampleWindows
 from paged_kv.errors import ContractError, ContractTypeError, PagedKVError, PoolExhausted, RequestError
-from paged_kv.pool import PagePool, PrefixCache, pages_needed
+from paged_kv.pool import PagePool, PrefixCache, WindowPages, pages_needed
 
 MAX_STEP_TOKENS = 2048
 """Tokens of one step at most: bounds the memory of a step's activations."""
@@ -102,6 +104,13 @@ class Engine:
             raise ContractError(f"max_gap must be a positive number of seconds, not {shown(max_gap)}")
         self._speculation = _speculation(speculate, model, max_step_tokens, share_prefixes)
         self._disk = None if disk is None else DiskPages(disk, model)
+        longest = model.config.longest_window
+        windows = None
+        self.window_pool: PagePool | None = None
+        """The pages of the layers with windows; None where they have none of their own."""
+        if model.num_window_pages:
+            self.window_pool = PagePool(model.num_window_pages, model.page_size)
+            windows = SampleWindows(WindowPages(self.window_pool, longest), partial(model.copy_page, windows=True))
         self._batching = Batching(
             self.pool,
             model.copy_page,
@@ -111,9 +120,9 @@ class Engine:
             max_gap=max_gap,
             disk=self._disk,
             speculation=self._speculation,
+            windows=windows,
+            window_left=longest if windows is not None or min(model.config.windows, default=-1) >= 0 else None,
         )
-        windows = model.config.windows
-        self._window_left = max(windows) if windows and min(windows) >= 0 else -1
         self._numbers = count()
         self._wanted: deque[Request] = deque()  # requests to add or to end, since the last step
         self._unfinished: dict[int, Request] = {}
@@ -376,6 +385,7 @@ class Engine:
             [self.pool.pages(sample.key) for sample, _ in batch],
             counts if any(count > 1 for count in counts) else None,
             states,
+            self._batching.window_pages(batch),
         )
         ended = time.perf_counter()
         self.statistics.add_step(ended - began, prompts, total - prompts - sum(drafted), self.pool.num_used)
@@ -470,8 +480,6 @@ class Engine:
             self._batching.computed(sample, length)
         sample.request.outbox.last.next = link = Link(sample, length, output)  # from here on it counts
         self._note(link)
-        if output.finish is None and self._window_left >= 0 and sample.cached > self._window_left:
-            self._batching.drop(sample, sample.cached - self._window_left)
 
     def _note(self, link: Link) -> None:
         """Notes an output that was given. After an exception that is done again, until the link is the last one."""
@@ -507,6 +515,8 @@ def _speculation(speculate: Any, model: EngineModel, max_step_tokens: int, share
         raise ContractError("speculate: the model cannot draft for itself: it would write to its own pages")
     if speculate.num_states:
         raise ContractError("speculate: a model with recurrent layers does not draft")
+    if 0 < speculate.num_window_pages < speculate.num_pages:
+        raise ContractError("speculate: a model that drafts has as many pages for windows as others, or none apart")
     return Speculation(DraftModel(speculate, model.config.vocab_size, max_step_tokens, share_prefixes))
 
 

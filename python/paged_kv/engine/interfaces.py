@@ -32,16 +32,18 @@ class EngineModel(PagedModel, Protocol):
         pages: Sequence[Sequence[int]],
         counts: Sequence[int] | None = None,
         states: StepStates | None = None,
+        window_pages: Sequence[Sequence[int]] | None = None,
     ) -> npt.NDArray[np.float32]:
         """Appends new tokens of `B` requests to their pages; logits `[N, vocab]` after the last `counts[b]` of each.
 
         One of each where `counts` is None; it is given only where tokens are drafted. `states` is given where
-        `num_states` is not 0: the model reads and saves states as it says.
+        `num_states` is not 0: the model reads and saves states as it says. `window_pages` are given where
+        `num_window_pages` is not 0: those of the layers with windows, `NO_PAGE` for those that no window reaches.
         """
         ...
 
-    def copy_page(self, source: int, target: int) -> None:
-        """Copies a page: K and V of all layers."""
+    def copy_page(self, source: int, target: int, *, windows: bool = False) -> None:
+        """Copies a page, or one of the layers with windows: K and V of all its layers."""
         ...
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,9 @@ from paged_kv.engine.prefix_file import Bits
 from paged_kv.engine.states import StepStates
 from paged_kv.engine.step import StepGraph
 from paged_kv.errors import ContractError
-from paged_kv.graphs.inputs import state_inputs, step_inputs
+from paged_kv.graphs.inputs import WindowInputs, page_table, state_inputs, step_inputs
 from paged_kv.graphs.models import decoder
-from paged_kv.graphs.models.config import DecoderConfig, with_cache_rotation
+from paged_kv.graphs.models.config import DecoderConfig, with_cache_rotation, with_windows_apart
 from paged_kv.graphs.ops import cache_dtype
 from paged_kv.kv_formats import KVFormat
 from paged_kv.options import CacheRotation, check_kv_format
@@ -51,6 +51,7 @@ class DecoderModel:
         num_pages: int,
         page_size: int,
         num_states: int | None = None,
+        num_window_pages: int | None = None,
         on_compile: Callable[[], None] = lambda: None,
         compiled_ahead: Path | None = None,
         runtime: Runtime | None = None,
@@ -64,6 +65,8 @@ class DecoderModel:
             dtype: The dtype of weights, activations and cache; of the cache alone where weights are quantised.
             num_pages: Pages of the cache; memory is used as pages are first written.
             num_states: Slots for the states of recurrent layers, where the model has some; `default_states` where None.
+            num_window_pages: Pages for the K and V of layers with windows alone, where other layers have none; as many
+                as the others where None. 0: each page has K and V of all layers.
             on_compile: Called before a compile (some 20 s, once per model geometry and machine).
             compiled_ahead: A folder of `paged-kv compile`, which is searched before the cache folder.
             runtime: The runtime of the device that the model runs on; the CPU's where None. Weights stay on the host
@@ -72,14 +75,17 @@ class DecoderModel:
             cache_rotation: "hadamard": q and k take a Walsh-Hadamard transform before the cache, for few bits.
 
         Raises:
-            ContractTypeError: `num_pages`, `page_size` or `num_states` is no integer.
-            ContractError: one of them is negative, or they do not fit into memory; `kv_format` is unknown, or the
-                model has latents; the model cannot have that `cache_rotation`; it has recurrent layers, and the device
-                is a GPU.
+            ContractTypeError: `num_pages`, `page_size`, `num_states` or `num_window_pages` is no integer.
+            ContractError: one of them is negative, there are fewer pages for windows than a request needs, or they do
+                not fit into memory; `kv_format` is unknown, or the model has latents; the model cannot have that
+                `cache_rotation`; it has recurrent layers, and the device is a GPU.
             ToolchainError: as `load_graphs`.
         """
         num_pages, page_size = integer("num_pages", num_pages, 0), integer("page_size", page_size, 1)
-        self.config = config = with_cache_rotation(config, cache_rotation)
+        config = with_cache_rotation(config, cache_rotation)
+        if num_window_pages is None or integer("num_window_pages", num_window_pages, 0):
+            config = with_windows_apart(config)
+        self.config = config
         self.weights = weights
         self.num_pages = num_pages
         self.page_size = page_size
@@ -90,7 +96,15 @@ class DecoderModel:
         self._device = runtime.driver_device
         step = StepGraph.of(config, dtype, kv_format)
         self.geometry = step.geometry
-        self._blocks = _new_cache(config, num_pages, page_size, dtype, kv_format, self._device)
+        new_cache = partial(_new_cache, config, page_size, dtype, kv_format, self._device)
+        self._blocks = new_cache(num_pages)
+        self.num_window_pages = 0
+        self._window_blocks: Buffer | None = None
+        if config.windows_apart:
+            least = min(num_pages, least_window_pages(config.longest_window, page_size))
+            count = num_pages if num_window_pages is None else num_window_pages
+            self.num_window_pages = integer("num_window_pages", count, least)
+            self._window_blocks = new_cache(self.num_window_pages, windows=True)
         self.num_states = 0
         if config.recurrence is not None:
             if not self._device.is_host:
@@ -118,6 +132,7 @@ class DecoderModel:
         num_pages: int,
         page_size: int = 16,
         num_states: int | None = None,
+        num_window_pages: int | None = None,
         on_progress: OnProgress | None = None,
         on_compile: Callable[[], None] = lambda: None,
         compiled_ahead: Path | None = None,
@@ -142,6 +157,7 @@ class DecoderModel:
             num_pages=num_pages,
             page_size=page_size,
             num_states=num_states,
+            num_window_pages=num_window_pages,
             on_compile=on_compile,
             compiled_ahead=compiled_ahead,
             runtime=runtime,
@@ -156,8 +172,15 @@ class DecoderModel:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page: K and V of all layers, or their latents."""
+        """Bytes of one page: K and V of all layers, or their latents; without the layers that have pages apart."""
         return self._blocks.num_elements * self._blocks.dtype.size_in_bytes // max(self.num_pages, 1)
+
+    @property
+    def window_page_bytes(self) -> int:
+        """Bytes of one page of the layers with windows; 0 where they have none of their own."""
+        return (
+            0 if self._window_blocks is None else math.prod(self.window_page_kind[1]) * self._blocks.dtype.size_in_bytes
+        )
 
     @cached_property
     def digest(self) -> str:
@@ -179,31 +202,39 @@ class DecoderModel:
         """The dtype of a page's elements, or of its codes, and its shape."""
         return self.kv_format or self._blocks.dtype.name, tuple(self._blocks.shape)[1:]
 
-    def read_pages(self, pages: Sequence[int]) -> Bits:
-        """The bits of some pages as unsigned integers, `[n, ...]`."""
+    @property
+    def window_page_kind(self) -> tuple[str, tuple[int, ...]]:
+        """The same of a page of the layers with windows."""
+        return self.page_kind[0], tuple(self._cache(windows=True).shape)[1:]
+
+    def read_pages(self, pages: Sequence[int], *, windows: bool = False) -> Bits:
+        """The bits of some pages, or of some of the layers with windows, as unsigned integers, `[n, ...]`."""
+        cache = self._cache(windows)
         if self._device.is_host:
-            blocks = to_numpy(self._blocks)
+            blocks = to_numpy(cache)
             return blocks.view(f"u{blocks.dtype.itemsize}")[list(pages)]
-        rows = [to_numpy(self._page(page).to(CPU())) for page in pages]
+        rows = [to_numpy(_page(cache, page).to(CPU())) for page in pages]
         return np.concatenate([row.view(f"u{row.dtype.itemsize}") for row in rows])
 
-    def write_pages(self, pages: Sequence[int], bits: Bits) -> None:
+    def write_pages(self, pages: Sequence[int], bits: Bits, *, windows: bool = False) -> None:
         """Replaces some pages by what `read_pages` gave."""
+        cache = self._cache(windows)
         if self._device.is_host:
-            to_numpy(self._blocks).view(bits.dtype)[list(pages)] = bits
+            to_numpy(cache).view(bits.dtype)[list(pages)] = bits
             return
         for page, row in zip(pages, bits, strict=True):
-            one = to_buffer(np.ascontiguousarray(row[None]).view(numpy_dtype(self._blocks.dtype)))
-            self._page(page).inplace_copy_from(one.to(self._device))
+            one = to_buffer(np.ascontiguousarray(row[None]).view(numpy_dtype(cache.dtype)))
+            _page(cache, page).inplace_copy_from(one.to(self._device))
             self._device.synchronize()  # the copy is enqueued, and its source ends here
 
-    def copy_page(self, source: int, target: int) -> None:
-        """Copies a page, K and V of all layers, in place."""
+    def copy_page(self, source: int, target: int, *, windows: bool = False) -> None:
+        """Copies a page in place, K and V of all its layers."""
+        cache = self._cache(windows)
         if self._device.is_host:  # at once: MAX's own copy would only be enqueued
-            blocks = to_numpy(self._blocks)
+            blocks = to_numpy(cache)
             blocks[target] = blocks[source]
         else:
-            self._page(target).inplace_copy_from(self._page(source))
+            _page(cache, target).inplace_copy_from(_page(cache, source))
 
     @property
     def state_size(self) -> int:
@@ -223,9 +254,9 @@ class DecoderModel:
             states[list(slots)] = bits[:, first : first + states[0].size].reshape(len(slots), *states.shape[1:])
             first += states[0].size
 
-    def _page(self, page: int) -> Buffer:
-        """One page of the storage, `[1, ...]`."""
-        return self._blocks[(slice(page, page + 1), *[slice(None)] * (self._blocks.rank - 1))]
+    def _cache(self, windows: bool) -> Buffer:
+        """The storage of one kind of pages."""
+        return self._window_blocks if windows and self._window_blocks is not None else self._blocks
 
     def step(
         self,
@@ -234,6 +265,7 @@ class DecoderModel:
         pages: Sequence[Sequence[int]],
         counts: Sequence[int] | None = None,
         states: StepStates | None = None,
+        window_pages: Sequence[Sequence[int]] | None = None,
     ) -> np.ndarray:
         """Appends each request's new tokens to the cache; logits `[N, vocab]` float32 after the last of them.
 
@@ -244,6 +276,8 @@ class DecoderModel:
             counts: After how many of its last tokens each request wants logits, at least 1 and at most all: `N` in all,
                 request after request. One each where None.
             states: Where states are read and saved; needed where layers are recurrent, else None.
+            window_pages: Pages of the layers with windows, where they have their own; those with the numbers of `pages`
+                where None. A page that no window reaches is `NO_PAGE`.
 
         Raises:
             ContractError: a token is not in the vocabulary; a count is out of range.
@@ -255,15 +289,22 @@ class DecoderModel:
         wanted = (inputs.row_offsets[1:] - 1).astype(np.int32)
         if counts is not None:
             wanted = _last_rows(inputs.row_offsets, counts)
-        of_states = []
+        of_windows, of_states = [], []
+        if self._window_blocks is not None:
+            width = inputs.lookup_table.shape[1]
+            table = page_table(pages if window_pages is None else window_pages, width)
+            of_windows = WindowInputs(table, self._window_blocks).flatten()
         if self._states:
             if states is None:
                 raise ContractError("states: a model with recurrent layers needs them")
             of_states = state_inputs(states.sources, states.saves, self._states).flatten()
-        arguments = [to_buffer(value) for value in (*inputs.flatten(), *of_states, wanted)]
+        arguments = [to_buffer(value) for value in (*inputs.flatten(), *of_windows, *of_states, wanted)]
         if self._device.is_host:
             return execute(self._model.execute, *arguments)[0].to_numpy()
-        arguments = [value if value is self._blocks else value.to(self._device) for value in arguments]
+        caches = (self._blocks, self._window_blocks)
+        arguments = [
+            value if any(value is cache for cache in caches) else value.to(self._device) for value in arguments
+        ]
         return execute(self._model.execute, *arguments)[0].to(CPU()).to_numpy()
 
     def check_tokens(self, tokens: Sequence[Sequence[int]]) -> None:
@@ -284,6 +325,18 @@ def default_states(num_pages: int, page_bytes: int, state_bytes: int) -> int:
     are pages beyond these.
     """
     return min(max(LEAST_STATES, num_pages * page_bytes // state_bytes), num_pages + LEAST_STATES)
+
+
+def least_window_pages(window_left: int, page_size: int) -> int:
+    """Pages of layers with windows that a request needs to go on: those that the window reaches before a token, the
+    token's own, and the next one.
+    """
+    return -(-window_left // page_size) + 2
+
+
+def _page(cache: Buffer, page: int) -> Buffer:
+    """One page of a storage, `[1, ...]`."""
+    return cache[(slice(page, page + 1), *[slice(None)] * (cache.rank - 1))]
 
 
 def _new_states(shape: Sequence[int | str]) -> Buffer:
@@ -311,10 +364,17 @@ def _last_rows(row_offsets: np.ndarray, counts: Sequence[int]) -> np.ndarray:
 
 
 def _new_cache(
-    config: DecoderConfig, num_pages: int, page_size: int, dtype: DType, kv_format: KVFormat | None, device: Device
+    config: DecoderConfig,
+    page_size: int,
+    dtype: DType,
+    kv_format: KVFormat | None,
+    device: Device,
+    num_pages: int,
+    *,
+    windows: bool = False,
 ) -> Buffer:
     """The storage of the pages, not yet written to."""
-    shape = [int(size) for size in decoder.cache_shape(config, num_pages, page_size, kv_format)]
+    shape = [int(size) for size in decoder.cache_shape(config, num_pages, page_size, kv_format, windows=windows)]
     dtype = cache_dtype(dtype, kv_format)
     try:
         if not device.is_host:

@@ -1,7 +1,8 @@
 """A known prefix as a file: its tokens, and K and V of its pages, which only the model that computed them can use.
 
 A safetensors file with two tensors, `tokens` `[n * page_size]` int64 and `pages` `[n, ...]`, the bits of whole pages as
-unsigned integers; of a hybrid model also `states` `[1, m]`, those of the state after the last token. Its metadata says
+unsigned integers; of a hybrid model also `states` `[1, m]`, those of the state after the last token; where layers with
+windows have pages of their own also `windows` `[w, ...]`, those that the token after them sees. Its metadata says
 what they are of; a reader compares all of it, and the SHA-256 of the tensors, which tells damage. With a key it is an
 HMAC of metadata and tensors instead, which tells who wrote it.
 """
@@ -16,6 +17,7 @@ import tempfile
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -27,6 +29,7 @@ from paged_kv.arguments import printable
 from paged_kv.checkpoint.config import checkpoint_path
 from paged_kv.errors import CheckpointError, ContractError, ContractTypeError, RequestError
 from paged_kv.files import open_regular, path_of
+from paged_kv.options import NO_PAGE
 from paged_kv.pool import PrefixCache
 
 FORMAT = "paged-kv prefix 1"
@@ -64,6 +67,8 @@ class PagedModel(Protocol):
     page_size: int
     num_states: int
     """Slots of state; 0 where no layer is recurrent."""
+    num_window_pages: int
+    """Pages of the layers with windows; 0 where they have none of their own."""
 
     @property
     def digest(self) -> str:
@@ -80,11 +85,16 @@ class PagedModel(Protocol):
         """The dtype of a page's elements, and its shape."""
         ...
 
-    def read_pages(self, pages: Sequence[int]) -> Bits:
-        """The bits of some pages."""
+    @property
+    def window_page_kind(self) -> tuple[str, tuple[int, ...]]:
+        """The same of a page of the layers with windows."""
         ...
 
-    def write_pages(self, pages: Sequence[int], bits: Bits) -> None:
+    def read_pages(self, pages: Sequence[int], *, windows: bool = False) -> Bits:
+        """The bits of some pages, or of some of the layers with windows."""
+        ...
+
+    def write_pages(self, pages: Sequence[int], bits: Bits, *, windows: bool = False) -> None:
         """Replaces some pages by what `read_pages` gave."""
         ...
 
@@ -120,8 +130,11 @@ def save_prefix(
         count = prefixes.hold(_REQUEST, tokens, namespace)
         if count == 0:
             raise ContractError("prompt: no page of it is in the cache")
-        pool = prefixes.pool
-        write_prefix(path, model, tokens[:count], pool.pages(_REQUEST), key, pool.state(_REQUEST))
+        pool, windows = prefixes.pool, prefixes.windows
+        seen = None
+        if windows is not None:
+            seen = windows.pool.pages(_REQUEST)[windows.seen(count // model.page_size).start :]
+        write_prefix(path, model, tokens[:count], pool.pages(_REQUEST), key, pool.state(_REQUEST), seen)
     return count
 
 
@@ -132,9 +145,10 @@ def load_prefix(
 
     Raises:
         PoolExhausted: too few pages are free or cached.
-        CheckpointError: as `read_prefix`.
+        CheckpointError: as `read_prefix`, or it has pages of other windows.
     """
-    tokens, bits, state = read_prefix(path, model, key)
+    tokens, bits, more = read_prefix(path, model, key)
+    state, of_windows, windows = more.get("states"), more.get("windows"), prefixes.windows
     with _own_request(prefixes):
         pages, states = prefixes.pool.start(_REQUEST, len(tokens)), {}
         if state is not None:
@@ -142,6 +156,12 @@ def load_prefix(
             model.write_states(slots, state)
             states = {len(tokens): slots[0]}
         model.write_pages(pages, bits)
+        if windows is not None and of_windows is not None:
+            dropped = windows.seen(len(pages)).start
+            if len(of_windows) != len(pages) - dropped:
+                raise CheckpointError(f"{printable(path)}: has {len(of_windows)} pages of windows")
+            windows.pool.start(_REQUEST, len(tokens), lambda _: [NO_PAGE] * dropped)
+            model.write_pages(windows.pool.pages(_REQUEST)[dropped:], of_windows, windows=True)
         prefixes.store(_REQUEST, tokens, namespace, states=states)
     return len(tokens)
 
@@ -149,13 +169,18 @@ def load_prefix(
 @contextmanager
 def _own_request(prefixes: PrefixCache) -> Iterator[None]:
     """Frees the request that holds the pages of a file; before it too, where an exception kept it from that."""
+    pools = [prefixes.pool, *(() if prefixes.windows is None else (prefixes.windows.pool,))]
+
+    def free() -> None:
+        for pool in pools:
+            with suppress(RequestError):
+                pool.free(_REQUEST)
+
     try:
-        with suppress(RequestError):
-            prefixes.pool.free(_REQUEST)
+        free()
         yield
     finally:
-        with suppress(RequestError):
-            prefixes.pool.free(_REQUEST)
+        free()
 
 
 def write_prefix(
@@ -165,6 +190,7 @@ def write_prefix(
     pages: Sequence[int],
     key: bytes | None = None,
     state: int | None = None,
+    windows: Sequence[int] | None = None,
 ) -> None:
     """Writes the file, whole or not at all.
 
@@ -175,14 +201,17 @@ def write_prefix(
         pages: Full pages, in the order of the tokens.
         key: The key of the digest.
         state: The slot of the state after the tokens, of a hybrid model.
+        windows: The pages of layers with windows that the token after them sees, where these have their own.
 
     Raises:
         ContractTypeError: `path` is no path.
         CheckpointError: the file cannot be written.
     """
     target = checkpoint_path(path)
-    states = None if state is None else model.read_states([state])
-    tensors, metadata = _contents(tokens, model.read_pages(pages), expected(model), key, states)
+    more = {} if state is None else {"states": model.read_states([state])}
+    if windows is not None:
+        more["windows"] = model.read_pages(windows, windows=True)
+    tensors, metadata = _contents(tokens, model.read_pages(pages), expected(model), key, more)
     try:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as folder:
             made = Path(folder) / "prefix"
@@ -192,8 +221,11 @@ def write_prefix(
         raise CheckpointError(f"{printable(target)}: cannot be written: {error}") from None
 
 
-def read_prefix(path: Path | str, model: PagedModel, key: bytes | None = None) -> tuple[list[int], Bits, Bits | None]:
-    """The tokens of a file, the bits of their pages `[n, ...]` and, of a hybrid model, those of the state after them.
+def read_prefix(
+    path: Path | str, model: PagedModel, key: bytes | None = None
+) -> tuple[list[int], Bits, Mapping[str, Bits]]:
+    """The tokens of a file, the bits of their pages `[n, ...]`, and those of its `states` and `windows` where the model
+    has such.
 
     Raises:
         ContractTypeError: `path` is no path.
@@ -204,17 +236,20 @@ def read_prefix(path: Path | str, model: PagedModel, key: bytes | None = None) -
     try:
         with open_regular(file) as regular, safe_open(path_of(regular), framework="numpy") as opened:
             metadata = opened.metadata() or {}
-            names = ("tokens", "pages", "states") if model.num_states else ("tokens", "pages")
-            _check_metadata(name, metadata, expected(model), opened.keys(), names)
-            tokens, pages, *states = map(opened.get_tensor, names)
+            kinds = {"states": state_bits(model)} if model.num_states else {}
+            if model.num_window_pages:
+                kinds["windows"] = page_bits(model, windows=True)
+            _check_metadata(name, metadata, expected(model), opened.keys(), ("tokens", "pages", *kinds))
+            tokens, pages = map(opened.get_tensor, ("tokens", "pages"))
+            more = {kind: opened.get_tensor(kind) for kind in kinds}
     except CheckpointError:
         raise
     except (OSError, SafetensorError, ValueError, TypeError) as error:
         raise CheckpointError(f"{name}: cannot be read: {printable(error)}") from None
-    for state in states:
-        state_bits(model).check(name, "states", state)
-    _check_tensors(name, metadata, tokens, pages, page_bits(model), model.page_size, expected(model), key, states)
-    return tokens.tolist(), pages, states[0] if states else None
+    for kind, bits in more.items():
+        kinds[kind].check(name, kind, bits)
+    _check_tensors(name, metadata, tokens, pages, page_bits(model), model.page_size, expected(model), key, more)
+    return tokens.tolist(), pages, more
 
 
 def pack(tokens: npt.NDArray[np.int64], bits: Bits, said: Mapping[str, str]) -> bytes:
@@ -248,13 +283,12 @@ def _contents(
     bits: Bits,
     said: Mapping[str, str],
     key: bytes | None,
-    states: Bits | None = None,
+    more: Mapping[str, Bits] = MappingProxyType({}),
 ) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]]:
     """The tensors and the metadata of a file."""
     tensors = {"tokens": np.asarray(tokens, np.int64), "pages": bits}
-    digest = _digest(said, tensors["tokens"], bits, key, () if states is None else (states,))
-    tensors |= {} if states is None else {"states": states}
-    return tensors, {**said, _PLAIN if key is None else _KEYED: digest}
+    digest = _digest(said, tensors["tokens"], bits, key, more)
+    return {**tensors, **more}, {**said, _PLAIN if key is None else _KEYED: digest}
 
 
 def _check_metadata(
@@ -277,7 +311,7 @@ def _check_tensors(
     page_size: int,
     said: Mapping[str, str],
     key: bytes | None,
-    states: Sequence[Bits] = (),
+    more: Mapping[str, Bits] = MappingProxyType({}),
 ) -> None:
     kind.check(name, "pages", pages)
     if tokens.dtype != np.int64 or tokens.shape != (len(pages) * page_size,):
@@ -285,14 +319,14 @@ def _check_tensors(
     if (key is None) == (_KEYED in metadata):
         raise CheckpointError(f"{name}: was saved {'without a' if key is not None else 'with a'} key")
     digest = str(metadata.get(_PLAIN if key is None else _KEYED, ""))
-    if not hmac.compare_digest(digest.encode(errors="replace"), _digest(said, tokens, pages, key, states).encode()):
+    if not hmac.compare_digest(digest.encode(errors="replace"), _digest(said, tokens, pages, key, more).encode()):
         said_so = "SHA-256 than it says" if key is None else "HMAC than it says, or the key is another"
         raise CheckpointError(f"{name}: is damaged: its content has another {said_so}")
 
 
-def page_bits(model: PagedModel) -> BitsKind:
-    """The unsigned integers that a page's elements are kept as, and its shape."""
-    dtype, shape = model.page_kind
+def page_bits(model: PagedModel, *, windows: bool = False) -> BitsKind:
+    """The unsigned integers that a page's elements are kept as, and its shape; of a page of windows, if asked for."""
+    dtype, shape = model.window_page_kind if windows else model.page_kind
     return BitsKind(np.dtype(f"uint{8 * _itemsize(dtype)}"), shape)
 
 
@@ -318,7 +352,7 @@ def _itemsize(dtype: str) -> int:
 
 
 def _digest(
-    said: Mapping[str, str], tokens: npt.NDArray[Any], pages: Bits, key: bytes | None, states: Sequence[Bits] = ()
+    said: Mapping[str, str], tokens: npt.NDArray[Any], pages: Bits, key: bytes | None, more: Mapping[str, Bits]
 ) -> str:
     """Return the digest of all a file says and holds; without a key, of what it holds."""
     if key is None:
@@ -326,7 +360,7 @@ def _digest(
     else:
         found = hmac.new(key, json.dumps([dict(said), list(pages.shape)], sort_keys=True).encode(), hashlib.sha256)
     found.update(np.ascontiguousarray(tokens).data)
-    for bits in (pages, *states):
+    for bits in (pages, *more.values()):
         found.update(np.ascontiguousarray(bits).data)
     return str(found.hexdigest())
 

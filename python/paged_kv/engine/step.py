@@ -17,7 +17,7 @@ from paged_kv.checkpoint.source import open_source
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.errors import ContractError
 from paged_kv.graphs.models import decoder
-from paged_kv.graphs.models.config import DecoderConfig, with_cache_rotation
+from paged_kv.graphs.models.config import DecoderConfig, with_cache_rotation, with_windows_apart
 from paged_kv.kv_formats import KVFormat
 from paged_kv.options import CacheRotation
 from paged_kv.runtime.artefacts import compile_ahead
@@ -98,7 +98,7 @@ def compile_checkpoint(
     if target is not None:
         set_virtual_cpu_target(target)
     runtime = default_runtime()
-    config = with_cache_rotation(source.on(runtime.device).config, cache_rotation)
+    config = with_windows_apart(with_cache_rotation(source.on(runtime.device).config, cache_rotation))
     step = StepGraph.of(config, DType.bfloat16 if (dtype or config.dtype) == "bfloat16" else DType.float32, kv_format)
 
     def build(module: Module, _: Sequence[str]) -> None:

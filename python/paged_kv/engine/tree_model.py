@@ -95,12 +95,15 @@ class TreeModel:
         Raises:
             ContractTypeError, ContractError: `draft_layers` is no integer from 1 to the model's layers, or
                 `largest_tree` none from 1 on.
-            ContractError: the model's pages hold latents, or it has recurrent layers, whose states know no branches.
+            ContractError: the model's pages hold latents; its layers with windows have pages of their own; or it has
+                recurrent layers, whose states know no branches.
         """
         if model.geometry.recurrence is not None:
             raise ContractError("model: a model with recurrent layers has no trees")
         if model.geometry.latent is not None:
             raise ContractError("model: trees run over pages of K and V, not of latents")
+        if model.geometry.windows_apart:
+            raise ContractError("model: trees run over pages of all layers: make it with num_window_pages=0")
         self.model = model
         runtime = runtime or default_runtime()
         step = StepGraph(model.geometry, model.dtype, model.kv_format)

@@ -7,6 +7,6 @@
 from paged_kv.pool.events import PageEvent
 from paged_kv.pool.eviction import EvictionOrder
 from paged_kv.pool.page_pool import Copy, Counts, PagePool, pages_needed
-from paged_kv.pool.prefix import PrefixCache
+from paged_kv.pool.prefix import PrefixCache, WindowPages
 
-__all__ = ["Copy", "Counts", "EvictionOrder", "PageEvent", "PagePool", "PrefixCache", "pages_needed"]
+__all__ = ["Copy", "Counts", "EvictionOrder", "PageEvent", "PagePool", "PrefixCache", "WindowPages", "pages_needed"]

@@ -197,8 +197,8 @@ class PagePool:
             request_id: The request.
             num_tokens: Its tokens; with `find_prefix`, None for those of the pages found.
             find_prefix: For `PrefixCache`: chooses the pages that the request begins with, from what is known; where
-                the pool has slots of state, the last of them has a checkpoint, which becomes the request's state. It
-                must not call the pool.
+                the pool has slots of state, the last of them has a checkpoint, which becomes the request's state. The
+                first ones may be `NO_PAGE`, as if they had been dropped. It must not call the pool.
 
         Raises:
             RequestError: the request has been started and not freed.
@@ -481,16 +481,19 @@ class PagePool:
         if source is not None:
             held -= 1
         needed = -(-length // size) - held - len(prefix)
-        missing = self._missing(request_id, num_tokens, needed, prefix)
+        dropped = sum(page == NO_PAGE for page in prefix)
+        found = prefix[dropped:]
+        missing = self._missing(request_id, num_tokens, needed, found)
         if source is not None and copy is None:
             raise ContractError(
                 f"{name_of(request_id)}: the new tokens go to page {source}, which other requests own too: give"
                 f" copy, which copies it"
             )
         with state:
-            state.pages.own(prefix)
-            if prefix and state.states.count:
-                request.state = state.checkpoints[prefix[-1]]
+            state.pages.own(found)
+            request.dropped += dropped
+            if found and state.states.count:
+                request.state = state.checkpoints[found[-1]]
                 state.states.own([request.state])
             if missing:
                 self._forget(state.pages.cached.first(missing))
@@ -507,7 +510,7 @@ class PagePool:
             if source is not None:
                 state.pages.release([source])
             state.requests[request_id] = request
-        self._events.add("hit", request_id, prefix)
+        self._events.add("hit", request_id, found)
         if source is not None:
             self._events.add("copied", request_id, (source, new.pop(0)))
         self._events.add("allocated", request_id, new)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -17,9 +17,11 @@ import numpy.typing as npt
 
 from paged_kv.arguments import shown
 from paged_kv.errors import ContractError, ContractTypeError
+from paged_kv.options import NO_PAGE
 from paged_kv.pool.page_pool import Known, PagePool
 from paged_kv.pool.state import Contents, Remembered, RequestPages, Stored, name_of
 
+_T = TypeVar("_T")
 HashFunction = Callable[[int, bytes], int]
 """From the hash of the pages before, and a page's tokens as int64, to the hash of them all."""
 
@@ -31,6 +33,18 @@ class Namespace:
         self.hash = hash(("namespace", name))
 
 
+class WindowPages(NamedTuple):
+    """The pages of layers with windows, where these have their own (pool/README.md)."""
+
+    pool: PagePool
+    window_left: int
+    """The most tokens that a token sees before itself."""
+
+    def seen(self, count: int) -> range:
+        """The places of the pages that a token after the first `count` pages sees before its own."""
+        return range(max(0, count - -(-self.window_left // self.pool.page_size)), count)
+
+
 @dataclass(eq=False, slots=True)  # `frozen` would make one three times slower to create
 class _Record:
     """The tokens of one known page, and of those before it by way of `before`."""
@@ -39,6 +53,8 @@ class _Record:
     tokens: bytes
     hash: int
     page: int
+    window: int = NO_PAGE
+    """The page of the layers with windows that has these tokens, while `WindowPages.pool` holds the record for it."""
 
 
 class PrefixCache:
@@ -52,6 +68,8 @@ class PrefixCache:
 
     Args:
         pool: The pages. A pool has one prefix cache.
+        windows: Where layers with windows have pages of their own: a prefix then ends where those are known that the
+            next token sees. `start` and `hold` start a request there too, and it must be there for `store`.
         hash_function: Python's own hash where None, which differs from process to process.
 
     Examples:
@@ -65,8 +83,10 @@ class PrefixCache:
         4
     """
 
-    def __init__(self, pool: PagePool, hash_function: HashFunction | None = None) -> None:
-        self._pool = pool
+    def __init__(
+        self, pool: PagePool, hash_function: HashFunction | None = None, *, windows: WindowPages | None = None
+    ) -> None:
+        self._pool, self._windows = pool, windows
         self._hash = hash_function or _default_hash
         self._records: dict[int, _Record] = {}  # by hash; one counts while the pool holds it for its page
         self._namespaces: WeakValueDictionary[Hashable, Namespace] = WeakValueDictionary()
@@ -75,6 +95,11 @@ class PrefixCache:
     def pool(self) -> PagePool:
         """The pool whose pages it knows."""
         return self._pool
+
+    @property
+    def windows(self) -> WindowPages | None:
+        """The pages of layers with windows, where these have their own."""
+        return self._windows
 
     def namespace(self, name: Hashable) -> Namespace:
         """Return what may stand for a namespace in all calls: it is known by its identity, no method of the name is
@@ -101,7 +126,7 @@ class PrefixCache:
             ContractTypeError: `tokens` is no list of integers, or `namespace` is not hashable.
         """
         start, prompt = self.namespace(namespace), _checked_tokens(tokens)
-        found = self._pool.look(lambda known: self._find(start, prompt, known))
+        found = self._look(lambda known, windows: self._find(start, prompt, known, windows))
         return len(found) * self._pool.page_size
 
     def reach(self, tokens: Sequence[int] | npt.NDArray[Any], namespace: Hashable = None) -> int:
@@ -121,14 +146,7 @@ class PrefixCache:
             RequestError, PoolExhausted, ContractTypeError, ContractError: as `PagePool.start`.
         """
         start, prompt = self.namespace(namespace), _checked_tokens(tokens)
-        found: list[int] = []
-
-        def find(known: Known) -> list[int]:
-            found.extend(self._find(start, prompt, known))
-            return found
-
-        self._pool.start(request_id, len(prompt), find)
-        return len(found) * self._pool.page_size
+        return self._start(request_id, len(prompt), start, prompt)
 
     def hold(self, request_id: Hashable, tokens: Sequence[int] | npt.NDArray[Any], namespace: Hashable = None) -> int:
         """Starts a request that has the known pages of a prompt and nothing else, so that they stay.
@@ -137,8 +155,34 @@ class PrefixCache:
         """
         start, prompt = self.namespace(namespace), _checked_tokens(tokens)
         longer = np.append(prompt, 0)  # the last token of a prompt is never looked for
-        pages = self._pool.start(request_id, None, lambda known: self._find(start, longer, known))
-        return len(pages) * self._pool.page_size
+        return self._start(request_id, None, start, longer)
+
+    def _start(
+        self, request_id: Hashable, num_tokens: int | None, start: Namespace, prompt: npt.NDArray[np.int64]
+    ) -> int:
+        """Starts a request with the known pages of a prompt; returns how many tokens they have."""
+        found: list[_Record] = []
+
+        def start_with(windows: Mapping[int, Any] | None) -> None:
+            def find(known: Known) -> list[int]:
+                found.extend(self._find(start, prompt, known, windows))
+                return [record.page for record in found]
+
+            self._pool.start(request_id, num_tokens, find)
+
+        if self._windows is None:
+            start_with(None)
+        else:
+            of_windows = self._windows
+
+            def find_windows(known: Known) -> list[int]:
+                start_with(known.pages)
+                seen = of_windows.seen(len(found))
+                return [record.window if at in seen else NO_PAGE for at, record in enumerate(found)]
+
+            # A request that is not started here is not there either.
+            of_windows.pool.start(request_id, None, find_windows)
+        return len(found) * self._pool.page_size
 
     def store(
         self,
@@ -180,10 +224,17 @@ class PrefixCache:
                     f" {shown(count)}"
                 )
 
+        first = 0
+        after: Stored = None
+
         def choose(request: RequestPages, known: Known) -> Remembered:
+            nonlocal first, after
             if not request.owned_states() >= set(states.values()):
                 raise ContractError(f"{name_of(request_id)}: states has slots {shown(states)} that are not its own")
             contents, stored = self._new_records(request_id, request, start, prompt, known.pages)
+            if request.stored is not None and known.pages.get(request.stored[1].page) is request.stored[1]:
+                first = request.stored[0]
+            after = stored
             edges = [*states, *(() if instead_of is None else (instead_of,))]
             pages = _pages_at(stored, [count // size for count in edges])
             checkpoints = {pages[count // size]: slot for count, slot in states.items() if count // size in pages}
@@ -191,6 +242,8 @@ class PrefixCache:
             return Remembered(contents, stored, checkpoints, passed)
 
         done = self._pool.remember(request_id, choose)
+        if self._windows is not None and after is not None:
+            self._store_windows(self._windows.pool, request_id, first, after)
         if len(self._records) > 2 * self._pool.num_pages + 64:
             self._sweep()
         return done * self._pool.page_size
@@ -217,26 +270,62 @@ class PrefixCache:
         Returns the number of pages that were known.
         """
         count = self._pool.forget()
+        if self._windows is not None:
+            self._windows.pool.forget()
         self._sweep()
         return count
 
-    def _find(self, start: Namespace, prompt: npt.NDArray[np.int64], known: Known) -> list[int]:
+    def _look(self, function: Callable[[Known, Mapping[int, Any] | None], _T]) -> _T:
+        """`function` of what is known of pages and, where there are some, of those of windows."""
+        if self._windows is None:
+            return self._pool.look(lambda known: function(known, None))
+        return self._windows.pool.look(lambda windows: self._pool.look(lambda known: function(known, windows.pages)))
+
+    def _store_windows(self, pool: PagePool, request_id: Hashable, first: int, stored: tuple[int, Any]) -> None:
+        """Makes the pages of windows known that go with records of a request, from its `first` page on."""
+        count, record = stored
+        records = []
+        while count > first:
+            count -= 1
+            records.append((count, record))
+            record = record.before
+
+        def choose(request: RequestPages, known: Known) -> Remembered:
+            contents = []
+            for at, record in records:
+                page = request.pages[at] if request.dropped <= at < len(request.pages) else NO_PAGE
+                if page != NO_PAGE and page not in known.pages and known.pages.get(record.window) is not record:
+                    record.window = page  # it counts once the pool holds the record for the page
+                    contents.append((page, record))
+            return Remembered(contents, None)
+
+        pool.remember(request_id, choose)
+
+    def _find(
+        self,
+        start: Namespace,
+        prompt: npt.NDArray[np.int64],
+        known: Known,
+        windows: Mapping[int, Any] | None = None,
+    ) -> list[_Record]:
         """The pages of the longest known prefix, without the one of the last token; up to a checkpoint where there are
-        some.
+        some, and where those of `windows` are known that the next token sees.
         """
-        pages: list[int] = []
-        last = 0
+        found: list[_Record] = []
+        last = run = 0
         before: _Record | Namespace = start
         data, width = prompt.tobytes(), 8 * self._pool.page_size
         for at in range(0, (len(prompt) - 1) // self._pool.page_size * width, width):
             record = self._record(before, data[at : at + width], known.pages)
             if record is None:
                 break
-            pages.append(record.page)
+            found.append(record)
+            run = run + 1 if windows is not None and windows.get(record.window) is record else 0
             if known.checkpoints is None or record.page in known.checkpoints:
-                last = len(pages)
+                is_seen = windows is None or self._windows is None or run >= len(self._windows.seen(len(found)))
+                last = len(found) if is_seen else last
             before = record
-        return pages[:last]
+        return found[:last]
 
     def _record(self, before: _Record | Namespace, tokens: bytes, known: Mapping[int, Any]) -> _Record | None:
         """The record of a page of these tokens after `before`, where it is known."""

@@ -9,11 +9,12 @@ from pathlib import Path
 
 from max.dtype import DType
 
-from paged_kv.engine.model import LEAST_STATES, default_states
+from paged_kv.engine.engine import MAX_STEP_TOKENS
+from paged_kv.engine.model import LEAST_STATES, default_states, least_window_pages
 from paged_kv.errors import ContractError
 from paged_kv.graphs.encodings import row_bytes
 from paged_kv.graphs.models import decoder
-from paged_kv.graphs.models.config import DecoderConfig
+from paged_kv.graphs.models.config import DecoderConfig, with_windows_apart
 from paged_kv.graphs.models.tensors import expected_tensors
 from paged_kv.graphs.ops import cache_dtype
 from paged_kv.kv_formats import KVFormat
@@ -35,6 +36,9 @@ class CacheSize:
     """Tokens of the longest request, prompt and answer."""
     state_bytes: int = 0
     """Bytes of a slot of state, of a hybrid model; there are `default_states`."""
+    num_window_pages: int = 0
+    """Pages of the layers with windows, where these have their own."""
+    window_page_bytes: int = 0
 
     @property
     def tokens(self) -> int:
@@ -45,7 +49,8 @@ class CacheSize:
     def bytes(self) -> int:
         """Bytes of all pages and of the states beside them."""
         states = default_states(self.num_pages, self.page_bytes, self.state_bytes) if self.state_bytes else 0
-        return self.num_pages * self.page_bytes + states * self.state_bytes
+        windows = self.num_window_pages * self.window_page_bytes
+        return self.num_pages * self.page_bytes + windows + states * self.state_bytes
 
 
 def cache_size_of(
@@ -78,8 +83,17 @@ def cache_size_of(
         ContractError: not a page fits, or the longest request is longer than the model knows or the pages hold; the
             model has latents, of which there are no codes.
     """
-    shape = [int(size) for size in decoder.cache_shape(config, 1, page_size, kv_format)]
-    page_bytes = math.prod(shape) * cache_dtype(dtype, kv_format).size_in_bytes
+    config = with_windows_apart(config)
+
+    def bytes_of_page(**which: bool) -> int:
+        shape = [int(size) for size in decoder.cache_shape(config, 1, page_size, kv_format, **which)]
+        return math.prod(shape) * cache_dtype(dtype, kv_format).size_in_bytes
+
+    page_bytes, window_bytes, most_windows = bytes_of_page(), 0, 0
+    if config.windows_apart:
+        window_bytes = bytes_of_page(windows=True)
+        # All requests go on at once, and the step of one of them is a part of its prompt.
+        most_windows = requests * least_window_pages(config.longest_window, page_size) + MAX_STEP_TOKENS // page_size
     weights, state_bytes = weight_bytes(config, dtype), decoder.state_bytes(config)
     known = config.max_position_embeddings
     if max_length is not None and max_length > known:
@@ -87,8 +101,9 @@ def cache_size_of(
     longest = known if max_length is None else max_length
     if pages is None:
         most = memory if memory is not None else int(SHARE * (free - weights))
+        # There are as many pages for windows as others, where that is no more than all requests need.
+        pages = max(most // (page_bytes + window_bytes), (most - most_windows * window_bytes) // page_bytes)
         # States take as much as pages, or what the least number of them takes.
-        pages = most // page_bytes
         if state_bytes:
             pages = min(pages // 2, (most - LEAST_STATES * state_bytes) // page_bytes)
         if memory is None:
@@ -103,7 +118,8 @@ def cache_size_of(
         raise ContractError(
             f"--max-length is {max_length}; {pages} pages of {page_size} tokens hold {pages * page_size}"
         )
-    return CacheSize(pages, page_size, page_bytes, weights, min(longest, pages * page_size), state_bytes)
+    longest, num_windows = min(longest, pages * page_size), min(pages, most_windows)
+    return CacheSize(pages, page_size, page_bytes, weights, longest, state_bytes, num_windows, window_bytes)
 
 
 def weight_bytes(config: DecoderConfig, dtype: DType) -> int:

@@ -73,6 +73,7 @@ def described(setup: EngineSetup, model: ServedModel) -> list[str]:
     settings, size, dtype = setup.settings, setup.size, setup.dtype
     kind = settings.cache_dtype or dtype.name
     kinds = dict.fromkeys(encoding for _, encoding in model.config.encodings)
+    narrow = f"; {size.num_window_pages} pages of the layers with windows" if size.num_window_pages else ""
     rotated = f", rotated by {settings.cache_rotation}" if settings.cache_rotation else ""
     chat = "no chat template: /v1/completions alone" if model.chat is None else "chat by the model's template"
     others, threads = [chat], pool_threads() or len(allowed_cpus())
@@ -86,7 +87,7 @@ def described(setup: EngineSetup, model: ServedModel) -> list[str]:
     return [
         f"model: {printable(settings.model)}, weights {' and '.join(kinds) or dtype.name}, {_size(size.weight_bytes)}",
         f"cache: {size.num_pages} pages of {size.page_size} tokens in {kind}{rotated}, {_size(size.bytes)}: "
-        f"{size.tokens} tokens, the longest request has {size.max_length}",
+        f"{size.tokens} tokens, the longest request has {size.max_length}{narrow}",
         f"steps: {settings.max_running} samples and {settings.max_step_tokens} tokens at most on {threads} threads; "
         f"{settings.max_queue} samples may wait",
         "with: " + "; ".join(others),

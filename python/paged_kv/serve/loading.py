@@ -48,7 +48,13 @@ class EngineSetup:
         if self.draft is not None:
             draft = _load(Path(str(settings.speculate)), dtype_of(self.draft, settings.dtype), self.size)
         model = _load(
-            settings.model, self.dtype, self.size, settings.compiled, settings.cache_dtype, settings.cache_rotation
+            settings.model,
+            self.dtype,
+            self.size,
+            settings.compiled,
+            settings.cache_dtype,
+            settings.cache_rotation,
+            self.size.num_window_pages,
         )
         return Engine(
             model,
@@ -113,12 +119,14 @@ def _load(
     compiled: Path | None = None,
     kv_format: KVFormat | None = None,
     cache_rotation: CacheRotation | None = None,
+    num_window_pages: int | None = None,
 ) -> DecoderModel:
     with progress_bar("weights") as on_progress:
         return DecoderModel.from_folder(
             path,
             dtype=dtype,
             num_pages=size.num_pages,
+            num_window_pages=num_window_pages,
             page_size=size.page_size,
             on_progress=on_progress,
             on_compile=lambda: say("compiling the decode step: half a minute, once for this kind of model and machine"),

@@ -1,0 +1,115 @@
+"""Gemma 4, text: layers with windows and wider ones without, whose K may be their V; the last layers share K and V.
+
+Each layer may be told of its tokens by an embedding of its own, and have experts beside its MLP.
+"""
+
+from __future__ import annotations
+
+from paged_kv.graphs.models.config import (
+    DecoderConfig,
+    FullHeads,
+    LayerInputs,
+    read_config,
+    read_rope,
+    read_windows,
+    with_windows_apart,
+)
+from paged_kv.graphs.models.family import Family
+from paged_kv.graphs.models.fields import Fields
+from paged_kv.graphs.models.mixture import Experts, read_experts
+
+_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+}
+_DEFAULTS = {
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "sliding_window": 512,
+    "vocab_size_per_layer_input": 262_144,
+    "rope_parameters": _ROPE,
+    "tie_word_embeddings": True,
+}
+_HEADS = ("head_dim", "num_key_value_heads")
+
+
+def read(fields: Fields) -> DecoderConfig:
+    fields = fields.with_defaults(**_DEFAULTS)
+    if fields.get("use_bidirectional_attention") not in (None, "vision"):  # of images alone
+        raise fields.error("use_bidirectional_attention", "is not supported")
+    layers, bias = fields.layers(), fields.boolean("attention_bias")
+    types = fields.get("layer_types")
+    if isinstance(types, list) and types:  # as transformers has it
+        fields = Fields(fields.file, {**fields.values, "layer_types": [*types[:-1], "full_attention"]}, fields.prefix)
+    windows = read_windows(fields, [(index + 1) % 6 != 0 and index + 1 < layers for index in range(layers)])
+    full = _full_heads(fields, windows)
+    shared = fields.integer("num_kv_shared_layers", default=0, least=0, most=layers - 1)
+    own, kinds = set(windows[: layers - shared]), set(windows)
+    if own != kinds:
+        raise fields.error("num_kv_shared_layers", "each kind of layer must have one with K and V of its own", shared)
+    size = fields.integer("hidden_size_per_layer_input", default=256, least=0)
+    config = read_config(
+        fields,
+        rope=read_rope(fields, full.head_dim, "full_attention"),
+        local_rope=read_rope(fields, fields.integer("head_dim"), "sliding_attention"),
+        windows=windows,
+        full_heads=full,
+        shared_kv_layers=shared,
+        shared_kv_mlp=2 if fields.boolean("use_double_wide_mlp") else 1,
+        layer_inputs=LayerInputs(size=size, vocab_size=fields.integer("vocab_size_per_layer_input")) if size else None,
+        layer_scalar=True,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm="head",
+        v_norm=True,
+        norm_place="around",
+        norm_rounds_once=True,
+        activation=fields.one_of("hidden_activation", {"gelu_pytorch_tanh": "gelu_tanh"}),
+        sm_scale=1.0,
+        embedding_multiplier=fields.integer("hidden_size") ** 0.5,
+        logits_cap=fields.number("final_logit_softcapping", default=0.0, least=0.0),
+        experts=_experts(fields, layers),
+    )
+    return with_windows_apart(config)
+
+
+def _full_heads(fields: Fields, windows: tuple[int, ...]) -> FullHeads:
+    """The heads of layers without a window: by layer as transformers writes them, or by keys of their own."""
+    is_key = fields.boolean("attention_k_eq_v")
+    usual = [fields.integer(name) for name in _HEADS]
+    apart = fields.section("per_layer_config")
+    if apart is None:
+        head_dim = fields.integer("global_head_dim", default=512)
+        heads = fields.integer("num_global_key_value_heads", default=usual[1]) if is_key else usual[1]
+        return FullHeads(kv_heads=heads, head_dim=head_dim, value_is_key=is_key)
+    found: set[tuple[int, ...]] = set()
+    for layer, window in enumerate(windows):
+        of_layer = apart.section(str(layer))
+        sizes = usual if of_layer is None else [of_layer.integer(*pair) for pair in zip(_HEADS, usual, strict=True)]
+        if window >= 0 and sizes != usual:
+            raise apart.error(str(layer), "a layer with a window has the heads of all others")
+        found |= {tuple(sizes)} if window < 0 else set()
+    if len(found) != 1:
+        raise fields.error("per_layer_config", "all layers without a window must have the same heads")
+    ((head_dim, heads),) = found
+    return FullHeads(kv_heads=heads, head_dim=head_dim, value_is_key=is_key)
+
+
+def _experts(fields: Fields, layers: int) -> Experts | None:
+    return read_experts(
+        Fields(fields.file, {**fields.values, "num_experts_per_tok": fields.get("top_k_experts")}, fields.prefix),
+        [fields.boolean("enable_moe_block")] * layers,
+        count_keys=("num_experts",),
+        sums_to_one=True,
+        router="router",
+        beside=True,
+    )
+
+
+FAMILY = Family(
+    architecture="Gemma4ForCausalLM",
+    model_type="gemma4_text",
+    read=read,
+    renames={".experts.": ".mlp.experts.", ".router.": ".mlp.router.", ".mlp.router.proj.": ".mlp.router."},
+    engine_only=True,
+)
