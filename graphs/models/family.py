@@ -52,9 +52,23 @@ SSM_SIZES = {
 }
 """Sizes of Mamba-2: Hugging Face's keys to GGUF's."""
 NORMS_AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
-_WITHOUT_KIND = {"A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias"}
-"""GGUF's names of the parameters of recurrent layers that are no weight of a layer."""
-_MODEL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_WITHOUT_KIND = {
+    "A_log": "ssm_a",
+    "D": "ssm_d",
+    "dt_bias": "ssm_dt.bias",
+    "layer_scalar": "layer_output_scale.weight",
+    "scale": "ffn_gate_inp.scale",
+    "per_expert_scale": "ffn_down_exps.scale",
+}
+"""GGUF's names of the parameters of layers that are no weight or bias: those of recurrences, Gemma 4's scales."""
+_MODEL = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+}
 
 RMS_NORM_EPS = ("rms_norm_eps", "attention.layer_norm_rms_epsilon")
 LAYER_NORM_EPS = ("layer_norm_eps", "attention.layer_norm_epsilon")
@@ -121,6 +135,9 @@ class Gguf:
     lie between two that attend, or by KV heads, of which they have none. None: the architecture has no such layers."""
     lone: bool = False
     """A layer with an inner dimension is an MLP alone; the others have none."""
+    narrow_heads: bool = False
+    """Layers with a window have a head_dim and KV heads of their own; `finish` gets them as `head_dim` and
+    `num_key_value_heads`, those of the others as `full_head_dim` and `full_kv_heads`."""
     rotates_windows_apart: bool = False
     """Layers with a window have a rotation of their own."""
     window_theta: float | None = None

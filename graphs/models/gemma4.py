@@ -5,6 +5,9 @@ Each layer may be told of its tokens by an embedding of its own, and have expert
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from paged_kv.graphs.models.config import (
     DecoderConfig,
     FullHeads,
@@ -14,7 +17,7 @@ from paged_kv.graphs.models.config import (
     read_windows,
     with_windows_apart,
 )
-from paged_kv.graphs.models.family import Family
+from paged_kv.graphs.models.family import EXPERTS, FREQUENCIES, LAYER, NORMS_AFTER, Family, Gguf, Number
 from paged_kv.graphs.models.fields import Fields
 from paged_kv.graphs.models.mixture import Experts, read_experts
 
@@ -106,10 +109,51 @@ def _experts(fields: Fields, layers: int) -> Experts | None:
     )
 
 
+def _of_metadata(values: Mapping[str, Any], number: Number) -> dict[str, Any]:
+    full = {"head_dim": values["full_head_dim"], "num_key_value_heads": values["full_kv_heads"]}
+    types = enumerate(values["layer_types"])
+    return {
+        "per_layer_config": {str(layer): full for layer, kind in types if kind == "full_attention"},
+        "hidden_size_per_layer_input": int(number("embedding_length_per_layer_input", 0.0)),
+        "vocab_size_per_layer_input": values["vocab_size"],
+        "final_logit_softcapping": number("final_logit_softcapping", 0.0),
+        "enable_moe_block": "num_local_experts" in values,
+        "num_experts": values.get("num_local_experts"),
+        "top_k_experts": values.get("num_experts_per_tok"),
+    }
+
+
 FAMILY = Family(
     architecture="Gemma4ForCausalLM",
     model_type="gemma4_text",
     read=read,
     renames={".experts.": ".mlp.experts.", ".router.": ".mlp.router.", ".mlp.router.proj.": ".mlp.router."},
     engine_only=True,
+    gguf=Gguf(
+        "gemma4",
+        layer=LAYER
+        | NORMS_AFTER
+        | EXPERTS
+        | {
+            "pre_feedforward_layernorm": "ffn_norm",
+            "post_feedforward_layernorm_1": "post_ffw_norm_1",
+            "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+            "post_feedforward_layernorm_2": "post_ffw_norm_2",
+            "mlp.experts.gate_up_proj": "ffn_gate_up_exps",
+            "per_layer_input_gate": "inp_gate",
+            "per_layer_projection": "proj",
+            "post_per_layer_input_norm": "post_norm",
+        },
+        defaults={"hidden_activation": "gelu_pytorch_tanh", "hidden_act": None},
+        sizes={"moe_intermediate_size": "expert_feed_forward_length"},
+        finish=_of_metadata,
+        reads=frozenset({"embedding_length_per_layer_input", "final_logit_softcapping"}),
+        mixture="Gemma4ForCausalLM",
+        windows=6,
+        needs_window=True,
+        narrow_heads=True,
+        rotates_windows_apart=True,
+        window_theta=10000.0,
+        rope_tensors=(FREQUENCIES,),
+    ),
 )

@@ -116,6 +116,15 @@ def expected_tensors(config: DecoderConfig) -> dict[str, Shape]:
     return tensors
 
 
+def unused_tensors(config: DecoderConfig) -> frozenset[str]:
+    """Tensors that a checkpoint may have and the step does not use: what would make the K and V of layers that see
+    those of others.
+    """
+    shared = (layer for layer in range(config.num_hidden_layers) if config.attends(layer) and not config.has_kv(layer))
+    parts = ("k_proj.weight", "v_proj.weight", "k_norm.weight", "k_proj.bias", "v_proj.bias")
+    return frozenset(f"model.layers.{layer}.self_attn.{part}" for layer in shared for part in parts)
+
+
 def assembled_tensors(config: DecoderConfig, stored: Container[str] = ()) -> dict[str, Assembled]:
     """The weights of the step that a checkpoint does not have as they are; `stored` are the names that it has.
 

@@ -5,6 +5,7 @@ import numpy as np
 import torch
 import transformers
 
+from paged_kv.graphs.models import gemma4
 from support import gguf_blocks, gguf_hybrids
 from support.gguf_blocks import KINDS, dequantise, quantise
 
@@ -114,6 +115,18 @@ MODELS = {
         {"head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 32, "tie_word_embeddings": True,
          "num_hidden_layers": 7},
     ),
+    "gemma4": (
+        transformers.Gemma4TextConfig,
+        {"head_dim": 32, "global_head_dim": 64, "sliding_window": 8, "tie_word_embeddings": True,
+         "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+         "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "attention_k_eq_v": True,
+         "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 259,
+         "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 256,
+         "final_logit_softcapping": 5.0, "allow_global_per_layer_attribute_access": True,
+         "rope_parameters": {
+             "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    ),
     **gguf_hybrids.MODELS,
 }  # fmt: skip
 """Transformers' configuration of each of GGUF's architectures, and what is not in `SIZES`."""
@@ -145,6 +158,7 @@ ARCHITECTURES = {
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
     "granitemoehybrid": "granitehybrid",
+    "gemma4_text": "gemma4",
 }
 
 _KEYS = {
@@ -173,6 +187,7 @@ _KEYS = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
+KINDS_OF_TENSORS = (".weight", ".bias", ".scale")
 UNMIXED = ("nemotron_h",)
 """Architectures whose configurations have experts that they do not use."""
 _YARN = {
@@ -274,6 +289,10 @@ def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors
     if architecture == "mistral3" and "mscale" in parameters:
         values["mistral3.attention.temperature_scale"] = parameters["llama_4_scaling_beta"]
         values["mistral3.rope.scaling.yarn_log_multiplier"] = parameters["mscale_all_dim"]
+    if architecture == "gemma4":
+        values |= _keys_of_gemma4(config)
+        divisors = {"rope_freqs.weight": _divisors_of_gemma4(config)}
+        more_tensors = {name: each for name, each in divisors.items() if name not in drop} | (more_tensors or {})
     values["tokenizer.ggml.bos_token_id"] = config.bos_token_id
     values["tokenizer.ggml.eos_token_id"] = config.eos_token_id
     adds = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}
@@ -286,14 +305,18 @@ def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors
     with torch.no_grad():
         for name, weight in hugging_face_weights(model).items():
             known = name.replace("sinks.weight", "sinks").replace("correction_bias", "correction.bias")
-            stored = gguf_hybrids.stored_name(name) or names.get_name(known, try_suffixes=(".weight", ".bias"))
+            if architecture == "gemma4":
+                known = _gemma4_name(name)
+            stored = gguf_hybrids.stored_name(name) or names.get_name(known, try_suffixes=KINDS_OF_TENSORS)
             if architecture == "lfm2" and name == "model.norm.weight":
                 stored = "token_embd_norm.weight"
             if architecture == "lfm2":
                 stored = stored.replace("post_attention_norm", "ffn_norm")
             if name.endswith("sinks.weight"):
                 stored += ".weight"
-            plain = weight.ndim == 1 or name.endswith(".bias") or "ffn_gate_inp" in stored or "conv" in stored
+            plain = (
+                weight.ndim == 1 or name.endswith((".bias", "scale")) or "ffn_gate_inp" in stored or "conv" in stored
+            )
             kind = "F32" if plain else encoding_of(stored)
             values = _converted(architecture, name, weight.numpy(), config)
             rows = _encoded(values.reshape(-1, values.shape[-1]), kind)
@@ -307,6 +330,55 @@ def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors
         writer.add_tensor(name, np.asarray(values, np.float32))
     finish(writer)
     return file
+
+
+def _keys_of_gemma4(config):
+    """The keys that Gemma 4's files have otherwise: sizes of layers with a window, and of each layer."""
+    full = config.per_layer_config[config.layer_types.index("full_attention")]
+    narrow = [kind == "sliding_attention" for kind in config.layer_types]
+    own, inner = config.num_hidden_layers - config.num_kv_shared_layers, config.intermediate_size
+    heads = [config.num_key_value_heads if is_narrow else full.num_key_value_heads for is_narrow in narrow]
+    values = {
+        "attention.sliding_window_pattern": narrow, "attention.shared_kv_layers": config.num_kv_shared_layers,
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
+        "attention.key_length": full.head_dim, "attention.value_length": full.head_dim,
+        "attention.key_length_swa": config.head_dim, "attention.value_length_swa": config.head_dim,
+        "rope.dimension_count": full.head_dim, "rope.dimension_count_swa": config.head_dim,
+        "attention.head_count_kv": heads if len(set(heads)) > 1 else heads[0],
+        "rope.freq_base_swa": config.rope_parameters["sliding_attention"]["rope_theta"],
+    }  # fmt: skip
+    if config.use_double_wide_mlp:
+        values["feed_forward_length"] = [inner * (1 if layer < own else 2) for layer in range(len(narrow))]
+    if config.enable_moe_block:
+        values |= {"expert_count": config.num_experts, "expert_used_count": config.top_k_experts}
+    return {f"gemma4.{key}": value for key, value in values.items()}
+
+
+def _divisors_of_gemma4(config):
+    """Pairs of dimensions that turn, and those that do not."""
+    half = config.per_layer_config[config.layer_types.index("full_attention")].head_dim // 2
+    pairs = int(half * config.rope_parameters["full_attention"]["partial_rotary_factor"])
+    return [1.0] * pairs + [1e30] * (half - pairs)
+
+
+def _gemma4_name(name):
+    """A name that the gguf package knows, with the kind that the converter gives the tensor."""
+    name = name.replace(".mlp.experts.", ".experts.").replace(".mlp.router.weight", ".router.proj.weight")
+    name = name.replace("layer_scalar", "layer_scalar.weight").replace(".mlp.router.scale", ".router.proj.scale")
+    return name.replace(".mlp.router.per_expert_scale", ".experts.down_proj.scale")
+
+
+def _of_gemma4(model):
+    """The weights of Gemma 4 by the step's names."""
+    found = {}
+    for name, weight in [*model.named_parameters(), *model.named_buffers()]:
+        for theirs, ours in gemma4.FAMILY.renames.items():
+            name = name.replace(theirs, ours)
+        if ".experts." in name:
+            found[f"{name}.weight"] = weight
+        elif name.endswith(("weight", "layer_scalar", "scale")) and not name.endswith("embed_scale"):
+            found[name] = weight
+    return found
 
 
 def finish(writer):
@@ -325,6 +397,8 @@ def hugging_face_weights(model):
     kind_of_model = model.config.model_type
     if ARCHITECTURES.get(kind_of_model, kind_of_model) in gguf_hybrids.MODELS:
         return gguf_hybrids.weights(model)
+    if kind_of_model == "gemma4_text":
+        return _of_gemma4(model)
     alternates, transposed = kind_of_model == "gpt_oss", kind_of_model in ("gpt_oss", "llama4_text")
     for name, weight in [*model.named_parameters(), *_choice_biases(model).items()]:
         for theirs, ours in RENAMED.items():

@@ -27,6 +27,7 @@ OWN = {
     "mistral3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
     "nemotron_h": {"layers_block_type": ["full_attention", "mlp"]},
+    "gemma4": {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0},
     "nemotron_h_moe": {"layers_block_type": ["full_attention", "moe"]},
 }
 """The keys that a plain file's model has of its own."""
@@ -53,6 +54,7 @@ NOT_NEUTRAL = {
     "granitemoe": {"attention.scale", "feed_forward_length"},
     "gemma2": {"attn_logit_softcapping", "final_logit_softcapping"},
     "glm4": {"rope.dimension_count"},
+    "gemma4": {"final_logit_softcapping", "rope.dimension_count"},
     "stablelm": {"attention.layer_norm_epsilon", "rope.dimension_count"},
     "command-r": {"attention.layer_norm_epsilon"},
     "cohere2": {"attention.layer_norm_epsilon"},
@@ -89,10 +91,11 @@ HUGGING_FACE = {
     "logit_scale": "logits_scaling", "attention.layer_norm_epsilon": "norm_eps", "rope.freq_base": "rope_theta",
     "expert_used_count": "num_experts_per_tok", "expert_count": "expert", "expert_group_count": "n_group",
     "expert_group_used_count": "topk_group", "embedding_length": "values", "feed_forward_length": "tensor",
+    "attention.shared_kv_layers": "num_kv_shared_layers",
     "ssm.group_count": "head", "ssm.inner_size": "head", "ssm.time_step_rank": "head",
 }  # fmt: skip
 """The words that an error may say instead."""
-WINDOWED = ("llama", "phi3", "olmo2", "gemma2", "gemma3", "gpt-oss", "exaone4", "cohere2")
+WINDOWED = ("llama", "phi3", "olmo2", "gemma2", "gemma3", "gpt-oss", "exaone4", "cohere2", "gemma4")
 OF_WINDOWS = {
     "attention.key_length_swa", "attention.sliding_window_pattern", "attention.value_length_swa", "rope.freq_base_swa",
     "rope.dimension_count_swa",
@@ -118,7 +121,9 @@ def headers(tmp_path_factory):
     found = {}
     for name in MODELS.keys() - {"olmo3", "mixtral"}:
         sizes = {"num_hidden_layers": 2, "head_dim": 32} | OWN.get(name, {})
-        file = write_gguf(folder / f"{name}.gguf", make_model(name, **sizes), lambda _: "F32")
+        # Gemma 4's divisors are a scaling, beside which there is no other one.
+        drop = ("rope_freqs.weight",) if name == "gemma4" else ()
+        file = write_gguf(folder / f"{name}.gguf", make_model(name, **sizes), lambda _: "F32", drop=drop)
         found[name] = open_gguf(file).header
     return found
 
@@ -226,7 +231,7 @@ def test_without_windows_all_layers_rotate_alike(headers, kind):
         ("qwen2", {"feed_forward_length": np.full(3, 512, np.uint32)}, "as many numbers as layers"),
         ("qwen2", {"attention.sliding_window": 9}, "attention.sliding_window = 9: only 0 is supported"),
         ("olmo2", {"attention.sliding_window": 9, "attention.sliding_window_pattern": np.ones(3, bool)},
-         "sliding_window_pattern = .*a number, or as many as layers = 2"),
+         "sliding_window_pattern = .*a number, or as many as block_count = 2"),
         ("gpt-oss", {"attention.sliding_window": None}, "attention.sliding_window = None: a positive integer"),
         ("gpt-oss", {"rope.freq_base_swa": 7.0}, "rope.freq_base_swa = 7.0: only 150000.0 is supported"),
         ("granite", {"rope.scaling.finetuned": False}, "rope.scaling.finetuned = False: only True is supported"),

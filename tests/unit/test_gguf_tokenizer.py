@@ -191,6 +191,14 @@ def test_sentencepiece(tmp_path, prefix, with_bytes):
     assert json.loads(made.to_str())["model"]["merges"] == json.loads(real.to_str())["model"]["merges"]
 
 
+def test_sentencepiece_with_merges_of_its_own(tmp_path):
+    """Gemma 4's kind: the file has merges, and its scores do not count."""
+    real, said = sentencepiece(prefix=False)
+    merges = [" ".join(pair) for pair in json.loads(real.to_str())["model"]["merges"]]
+    said |= {"model": "gemma4", "merges": merges, "scores": [0.0] * len(said["tokens"])}
+    assert_agree(make_tokenizer(header(tmp_path, said, "gemma4")), real)
+
+
 def merged_by_score(text, scores):
     """SentencePiece's rule, word for word: of all neighbours that are a token together, those of the best score are
     merged, the first of several; what is no token then is spelt in bytes.

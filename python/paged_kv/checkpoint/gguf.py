@@ -30,7 +30,7 @@ from paged_kv.checkpoint.weights import OnProgress, check_layers
 from paged_kv.errors import CheckpointError
 from paged_kv.graphs.encodings import GGUF_ENCODINGS, TABLE, Encoding, block_bytes
 from paged_kv.graphs.models.config import DecoderConfig
-from paged_kv.graphs.models.tensors import GATED_NORM, expected_tensors, weight_dtype
+from paged_kv.graphs.models.tensors import GATED_NORM, expected_tensors, unused_tensors, weight_dtype
 
 _FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -78,7 +78,8 @@ class GgufCheckpoint:
         """
         config = config_of(hugging_face_config(self.header), self.header.file)
         if config.experts is not None:
-            config = replace(config, experts=replace(config.experts, apart=True))
+            is_fused = any(".ffn_gate_up_exps." in name for name in self.header.tensors)
+            config = replace(config, experts=replace(config.experts, apart=not is_fused))
         check_layers(config, self.header.tensors, self.header.file)
         tensors = {name: self._tensor(name) for name in expected_tensors(config)}
         encodings = [(name, tensor.encoding) for name, tensor in tensors.items() if tensor.encoding in GGUF_ENCODINGS]
@@ -136,6 +137,7 @@ class GgufCheckpoint:
                 problem = f"has shape {list(found.shape)}, expected {list(shape)}"
                 raise CheckpointError(f"{self.header.file}: tensor {printable(found.name)} {problem}")
         known = {*(tensor.name for tensor in tensors.values()), *scaling_tensors(self.header)}
+        known |= {find_family(self.header).tensor(name) for name in unused_tensors(self.config)}
         for tensor in tensors.values():
             if tensor.encoding == "NVFP4":
                 known |= {_beside(tensor, "scale"), _beside(tensor, "input_scale")}  # the latter is for x of 4 bits

@@ -70,7 +70,9 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
     metadata = Metadata(header, family.name, used)
     values: dict[str, Any] = {"architectures": [_ARCHITECTURES[family.name]], "hidden_act": "silu", **family.defaults}
     for key, name in {**_SIZES, **family.sizes}.items():
-        if key in ("num_key_value_heads", "intermediate_size") and family.recurrent is not None:
+        if key in ("num_key_value_heads", "intermediate_size") and (
+            family.recurrent is not None or family.narrow_heads
+        ):
             continue  # below
         if metadata.scalar(name) is not None:
             values[key] = metadata.integer(name)
@@ -121,6 +123,17 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
         narrow = narrow or [False] * metadata.integer("block_count")
         values["layer_types"] = ["sliding_attention" if is_narrow else "full_attention" for is_narrow in narrow]
 
+    narrow_dim, narrow_rotated = head_dim, rotated
+    if family.narrow_heads:
+        narrow_dim = metadata.integer("attention.key_length_swa", default=head_dim)
+        narrow_rotated = narrow_dim
+        if metadata.integer("attention.value_length_swa", default=head_dim) != narrow_dim:
+            raise metadata.error("attention.value_length_swa", f"differs from attention.key_length_swa = {narrow_dim}")
+        values |= _narrow_heads(metadata, narrow) | {"full_head_dim": head_dim, "head_dim": narrow_dim}
+        values |= _widened_layers(metadata)
+        full = next((layer for layer, is_narrow in enumerate(narrow) if not is_narrow), 0)
+        values["attention_k_eq_v"] = f"blk.{full}.attn_v.weight" not in header.tensors
+
     embeddings = header.tensors.get("token_embd.weight")
     if embeddings is None:
         raise CheckpointError(f"{header.file}: tensor token_embd.weight is missing")
@@ -144,10 +157,10 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
     values |= family.finish(values, metadata.number)
     scored = values.get("query_pre_attn_scalar", head_dim)
     same = {
-        "attention.key_length_swa": (head_dim,),
-        "attention.value_length_swa": (head_dim,),
+        "attention.key_length_swa": (narrow_dim,),
+        "attention.value_length_swa": (narrow_dim,),
         "embedding_length_out": (0, hidden),
-        "rope.dimension_count_swa": (rotated,),
+        "rope.dimension_count_swa": (narrow_rotated,),
         "tensor_data_layout": ("Meta AI original pth" if family.rotates_neighbours else "reference",),
         "vocab_size": (values["vocab_size"],),
     }
@@ -168,6 +181,8 @@ def _used(family: Gguf) -> frozenset[str]:
     used |= frozenset() if family.windows is None else WINDOWS
     used |= frozenset() if family.recurrent is None else {"attention.recurrent_layers", "full_attention_interval"}
     used |= frozenset() if family.mixture is None else {"expert_count", "expert_used_count"}
+    lengths = {"attention.key_length_swa", "attention.value_length_swa", "attention.shared_kv_layers"}
+    used |= lengths if family.narrow_heads else set()
     return used | ({"rope.freq_base_swa"} if family.rotates_windows_apart else set())
 
 
@@ -182,11 +197,11 @@ def _windowed_layers(metadata: Metadata, family: Gguf) -> list[bool]:
     pattern, period = metadata.get(name), family.windows
     if isinstance(pattern, np.ndarray):
         if pattern.size != layers or pattern.dtype.kind not in "biu":
-            raise metadata.error(name, f"a number, or as many as layers = {layers}, is expected")
+            raise metadata.error(name, f"a number, or as many as block_count = {layers}, is expected")
         return [bool(is_narrow) for is_narrow in pattern]
     if pattern is not None:
         if not isinstance(pattern, int) or isinstance(pattern, bool) or pattern < 0:
-            raise metadata.error(name, f"a number, or as many as layers = {layers}, is expected")
+            raise metadata.error(name, f"a number, or as many as block_count = {layers}, is expected")
         period = pattern
     return [period == 0 or index % period < period - 1 for index in range(layers)]
 
@@ -218,6 +233,38 @@ def _of_some_layers(metadata: Metadata, name: str) -> int | None:
             raise metadata.error(name, "one number and 0 are expected")
         return int(counts.pop()) if counts else None
     return None if said is None else metadata.integer(name)
+
+
+def _narrow_heads(metadata: Metadata, narrow: list[bool]) -> dict[str, Any]:
+    """The KV heads of layers with a window and of the others."""
+    name = "attention.head_count_kv"
+    said = metadata.get(name)
+    if not isinstance(said, np.ndarray):
+        heads = metadata.integer(name)
+        return {"num_key_value_heads": heads, "full_kv_heads": heads}
+    found = {}
+    for key, kind in (("num_key_value_heads", True), ("full_kv_heads", False)):
+        counts = {int(count) for count, is_narrow in zip(said, narrow, strict=False) if is_narrow == kind}
+        if len(said) != len(narrow) or len(counts) > 1:
+            layers = f"layers {'with' if kind else 'without'} a window (attention.sliding_window_pattern)"
+            raise metadata.error(name, f"one number for all {layers} is expected")
+        found[key] = counts.pop() if counts else int(said[0])
+    return found
+
+
+def _widened_layers(metadata: Metadata) -> dict[str, Any]:
+    """The inner dimension of MLPs, and whether it is twice that in the layers that share K and V."""
+    layers, name = metadata.integer("block_count", most=MAX_LAYERS), "feed_forward_length"
+    shared = metadata.integer("attention.shared_kv_layers", 0, least=0)
+    said = metadata.get(name)
+    if not isinstance(said, np.ndarray):
+        return {"intermediate_size": metadata.integer(name), "num_kv_shared_layers": shared}
+    inner, own = int(said[0]) if said.size else 0, layers - shared
+    usual, wide = [inner] * layers, [inner * (1 if layer < own else 2) for layer in range(layers)]
+    if said.tolist() not in (usual, wide):
+        raise metadata.error(name, f"twice as much in the last {shared} layers, or the same in all, is expected")
+    is_wide = said.tolist() != usual
+    return {"intermediate_size": inner, "num_kv_shared_layers": shared, "use_double_wide_mlp": is_wide}
 
 
 def _special_tokens(header: GgufHeader) -> dict[str, Any]:

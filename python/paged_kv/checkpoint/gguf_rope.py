@@ -73,12 +73,25 @@ def read_scaling(metadata: Metadata, tensors: Sequence[str], rotated: int, theta
         scaling: dict[str, Any] = {"rope_type": "longrope", "attention_factor": sharpening}
         return scaling | {"original_max_position_embeddings": context} | factors
     if tensors:
+        pairs = _turning_pairs(metadata.header, rotated)
+        if pairs is not None:  # readers take the integer below
+            return {"rope_type": "proportional", "partial_rotary_factor": (2 * pairs + 0.5) / rotated}
         return _llama3_scaling(metadata.header, rotated, theta)
     if kind == "yarn":
         turns = {"beta_fast": 32.0, "beta_slow": 1.0}
         scaling = {name: metadata.number(f"rope.scaling.yarn_{name}", turn) for name, turn in turns.items()}
         return scaling | {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": context}
     return None if factor == 1 else {"rope_type": "linear", "factor": factor}
+
+
+def _turning_pairs(header: GgufHeader, rotated: int) -> int | None:
+    """The number of pairs of dimensions that turn, where the others are kept still by a divisor of 1e30; None where the
+    divisors are others.
+    """
+    divisors = _float32(header, FREQUENCIES)
+    pairs = int((divisors == 1).sum())
+    expected = np.where(np.arange(rotated // 2) < pairs, np.float32(1), np.float32(1e30))
+    return pairs if 0 < pairs < rotated // 2 and np.array_equal(divisors, expected) else None
 
 
 def _llama3_scaling(header: GgufHeader, rotated: int, theta: float) -> dict[str, Any]:

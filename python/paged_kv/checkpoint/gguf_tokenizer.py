@@ -1,9 +1,9 @@
 """A `tokenizer.json` from the vocabulary of a GGUF file, for the `tokenizers` library.
 
-Two kinds are made. "gpt2" is byte-level BPE: the file has tokens and merges, and `tokenizer.ggml.pre` names the regular
-expressions that split a text before; those are in `SPLITS`, and others are refused. "llama" is SentencePiece's BPE: of
-all neighbours those are merged first whose token has the highest score, which is the same as merges in the order of
-their scores; what is left over becomes byte tokens.
+Three kinds are made. "gpt2" is byte-level BPE: the file has tokens and merges, and `tokenizer.ggml.pre` names the
+regular expressions that split a text before; those are in `SPLITS`, and others are refused. "llama" is SentencePiece's
+BPE: of all neighbours those are merged first whose token has the highest score, which is the same as merges in the
+order of their scores; what is left over becomes byte tokens. "gemma4" is the same with merges that the file has.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from paged_kv.errors import CheckpointError
 Json = dict[str, Any]
 
 _PREFIX = "tokenizer.ggml."
+_KINDS = ("gpt2", "llama", "gemma4")
 _LONGEST_TOKEN = 1 << 16
 """Bytes; real ones have some hundreds."""
 # What `tokenizer.ggml.token_type` says of a token; 0 is a normal one.
@@ -86,8 +87,9 @@ class _Vocabulary:
     def __init__(self, header: GgufHeader) -> None:
         self._header = header
         self.kind = self._value("model")
-        if self.kind not in ("gpt2", "llama"):
-            raise self._error("model", self.kind, 'only "gpt2" and "llama" are made into a tokenizer.json')
+        if self.kind not in _KINDS:
+            known = " and ".join(f'"{kind}"' for kind in _KINDS)
+            raise self._error("model", self.kind, f"only {known} are made into a tokenizer.json")
         self.tokens = self._tokens()
         self.types = self._types()
         # Empty tokens stand for ids that nothing gives.
@@ -156,7 +158,7 @@ class _Vocabulary:
             "decoder": {"type": "Sequence", "decoders": back},
             "model": _bpe(
                 self.ids,
-                self._merges_by_score(),
+                self._merges() if self.kind == "gemma4" else self._merges_by_score(),
                 unk_token=None if unknown is None else self.tokens[unknown],
                 fuse_unk=True,
                 byte_fallback=bytes_there == 256,
@@ -236,7 +238,7 @@ class _Vocabulary:
 
     def _outside_of_text(self) -> list[int]:
         """The tokens that a text is cut at, before anything else: those that end a text are, whatever their types."""
-        kinds = (_CONTROL, _USER_DEFINED, *([_UNKNOWN] if self.kind == "llama" else []))
+        kinds = (_CONTROL, _USER_DEFINED, *([] if self.kind == "gpt2" else [_UNKNOWN]))
         return [
             index
             for index, kind in enumerate(self.types)

@@ -44,6 +44,7 @@ from paged_kv.graphs.models.tensors import (
     checkpoint_tensors,
     expected_tensors,
     least_tensors,
+    unused_tensors,
     weight_dtype,
 )
 
@@ -121,8 +122,8 @@ class Checkpoint:
         Those of `assembled_tensors(config)` are put together in memory from the files' tensors.
         A Buffer keeps the memory behind it alive: the map of its file, or its own copy. Do not write to it.
         Of the file's other tensors, `rotary_emb.inv_freq` (older checkpoints), `lm_head.weight` with tied embeddings,
-        and those of `config.draft_layers` are ignored; any other one means that the model is not the one that would be
-        computed.
+        those of `config.draft_layers` and `unused_tensors` are ignored; any other one means that the model is not the
+        one that would be computed.
 
         Raises:
             CheckpointError: a tensor is missing, unexpected, or of a wrong shape or dtype, or `dtype` is not one of
@@ -293,9 +294,10 @@ class Checkpoint:
                 raise CheckpointError(f"{stored.file}: tensor {stored.name} {found}")
         own = config.num_hidden_layers
         unread = tuple(f"model.layers.{own + index}." for index in range(config.draft_layers))
+        unused = unused_tensors(config)
         for name, stored in self.tensors.items():
             # lm_head.weight is expected unless it is tied, and then it repeats the embeddings.
-            known = name in expected or name in parts or name == "lm_head.weight"
+            known = name in expected or name in parts or name in unused or name == "lm_head.weight"
             if not known and not name.startswith(unread) and not name.endswith("rotary_emb.inv_freq"):
                 shown = printable(stored.name)
                 raise CheckpointError(f"{stored.file}: tensor {shown} is no part of the model of config.json")
