@@ -204,6 +204,7 @@ struct Recurrence:
             numbers[0],
             numbers[1],
             numbers[2],
+            delta,
         ).run(parallelism_level(None))
 
 

@@ -55,13 +55,14 @@ struct Heads(TrivialRegisterPassable):
 
 
 @fieldwise_init
-struct LinearRecurrence[delta: Bool](TrivialRegisterPassable):
+struct LinearRecurrence[delta: Bool, given: Bool = False](TrivialRegisterPassable):
     """The recurrence of all rows of a step: inputs `x [rows, width]`, gates `a` and `b` `[rows, heads]`, `rates`, `bias`
     and `skip` `[heads]`, o `[rows, heads * value_dim]`, all float32.
 
     Of Gated DeltaNet (`delta`): `d = exp(-exp(rates) softplus(a + bias))`, the rate is `sigmoid(b)`, and q and k are
     divided by their lengths. Of Mamba-2: `t = softplus(a + bias)` within `least` and `most`, `d = exp(-exp(rates) t)`,
-    the rate is t, and o has `skip v` added to it. q is multiplied by `q_scale`.
+    the rate is t, and o has `skip v` added to it. q is multiplied by `q_scale`. Where they are `given`, a is the decay
+    and b the rate, and q and k are divided by their lengths where that is asked for.
     matrices: `[slots, layers, heads, blocks, key_dim, 16]`; columns past value_dim are 0.
     """
 
@@ -81,6 +82,7 @@ struct LinearRecurrence[delta: Bool](TrivialRegisterPassable):
     var q_scale: Float32
     var least: Float32
     var most: Float32
+    var normed: Bool
 
     @no_inline
     def run(self, workers: Workers):
@@ -114,10 +116,17 @@ struct LinearRecurrence[delta: Bool](TrivialRegisterPassable):
         var k = inputs.unsafe_offset(self.at.k + key_head * self.at.key_dim)
         var qk = dot(q, k, self.at.key_dim)
         var of_q, of_k = self.q_scale, Float32(1)
-        comptime if Self.delta:
+        var gate = row * self.at.heads + head
+        if self.normed:
             of_q /= sqrt(dot(q, q, self.at.key_dim) + NORM_EPS)
             of_k /= sqrt(dot(k, k, self.at.key_dim) + NORM_EPS)
-        var gate = row * self.at.heads + head
+        to.unsafe_offset(OF_Q)[] = of_q
+        to.unsafe_offset(OF_K)[] = of_k
+        to.unsafe_offset(Q_BY_K)[] = qk * of_q * of_k
+        comptime if Self.given:
+            to.unsafe_offset(DECAY)[] = self.a[unsafe_offset=gate]
+            to.unsafe_offset(RATE)[] = self.b[unsafe_offset=gate]
+            return
         var step = softplus(self.a[unsafe_offset=gate] + self.bias[unsafe_offset=head])
         var rate: Float32
         comptime if Self.delta:
@@ -127,9 +136,6 @@ struct LinearRecurrence[delta: Bool](TrivialRegisterPassable):
             rate = step
         to.unsafe_offset(DECAY)[] = exp(-exp(self.rates[unsafe_offset=head]) * step)
         to.unsafe_offset(RATE)[] = rate
-        to.unsafe_offset(OF_Q)[] = of_q
-        to.unsafe_offset(OF_K)[] = of_k
-        to.unsafe_offset(Q_BY_K)[] = qk * of_q * of_k
 
     @always_inline
     def block(self, slot: Int, head: Int, index: Int) -> FloatPointer:

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
         fast_decode_plan,
         single_decode_with_kv_cache,
     )
+    from paged_kv.gdn_decode import gated_delta_rule_decode, gated_delta_rule_decode_pretranspose
+    from paged_kv.gdn_prefill import chunk_gated_delta_rule
+    from paged_kv.mamba import selective_state_update
     from paged_kv.mla import BatchMLAPagedAttentionWrapper
     from paged_kv.page import (
         PagedKVCacheManager,
@@ -75,7 +78,10 @@ __all__ = [
     "append_kv",
     "append_paged_kv_cache",
     "append_paged_mla_kv_cache",
+    "chunk_gated_delta_rule",
     "fast_decode_plan",
+    "gated_delta_rule_decode",
+    "gated_delta_rule_decode_pretranspose",
     "gather_kv",
     "get_batch_indices_positions",
     "get_seq_lens",
@@ -85,6 +91,7 @@ __all__ = [
     "merge_states",
     "packbits",
     "segment_packbits",
+    "selective_state_update",
     "set_num_threads",
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
@@ -111,6 +118,9 @@ _MODULES = {
         "fast_decode_plan",
         "single_decode_with_kv_cache",
     ),
+    "gdn_decode": ("gated_delta_rule_decode", "gated_delta_rule_decode_pretranspose"),
+    "gdn_prefill": ("chunk_gated_delta_rule",),
+    "mamba": ("selective_state_update",),
     "mla": ("BatchMLAPagedAttentionWrapper",),
     "page": (
         "PagedKVCacheManager",

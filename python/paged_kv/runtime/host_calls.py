@@ -2,7 +2,7 @@
 
 The operands are those of `Variant.build`, NumPy arrays that are C-contiguous; K and V are `Memory`. The numbers are
 in the order of the structs of `mojo_ops`: `attention/call.mojo`, `attention/latent_call.mojo`,
-`attention/merge_states.mojo`, `transfer/call.mojo` and `linear/call.mojo`.
+`attention/merge_states.mojo`, `transfer/call.mojo`, `linear/call.mojo` and `recurrent/call.mojo`.
 """
 
 from __future__ import annotations
@@ -82,6 +82,45 @@ def multiply(
     dtypes = (x.dtype.name,) if mask else (x.dtype.name, weights[0].w.dtype.name)
     kernel(kind, *dtypes, mask=mask, sources=sources)(np.array(numbers, np.int64).tobytes() + workers())
     return ys
+
+
+def recur(
+    kind: str,
+    o: Array,
+    x: Array,
+    decays: Array,
+    rates: Array,
+    matrices: Array,
+    *,
+    offsets: Array,
+    sources: Array,
+    save_offsets: Array,
+    save_counts: Array,
+    save_slots: Array,
+    key_heads: int,
+    scale: float,
+    normed: bool,
+) -> None:
+    """Computes `o` `[T, H, V]` and the states that are saved (`mojo_ops/recurrent/call.mojo`), all float32.
+
+    Args:
+        kind: "delta_rule" or "selective_scan".
+        o: The outputs.
+        x: `[T, 2 Hk K + H V]`: queries, keys and values.
+        decays, rates: `[T, H]`.
+        matrices: `[slots, H, blocks, K, 16]`, changed in place.
+        offsets, sources, save_offsets, save_counts, save_slots: As in `graphs.inputs.StateInputs`, of `B` requests.
+        key_heads: Hk.
+        scale: Multiplies q.
+        normed: q and k are divided by their lengths.
+    """
+    rows, heads, value_dim = o.shape
+    skip, numbers = np.zeros(heads, np.float32), np.array([scale], np.float32)
+    tables = (offsets, sources, save_offsets, save_counts, save_slots)
+    addresses = [*map(_at, (o, x, decays, rates, skip, matrices, *tables))]
+    sizes = [len(sources), rows, heads, key_heads, matrices.shape[3], value_dim, x.shape[1], int(normed)]
+    packed = np.array([*addresses, *sizes, _at(numbers)], np.int64)
+    kernel(kind, "float32")(packed.tobytes() + workers())
 
 
 class Weight(NamedTuple):

@@ -52,6 +52,7 @@ _SECONDS = 900
 """After which a build has hung: one takes 10 s on an idle core."""
 _WITH_PAGES = ("attention", "append", "gather", "linear")
 _OF_QUANTISED = ("quantised_linear", "quantised_experts")
+_RECURRENT = ("delta_rule", "selective_scan")
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class Kernel:
         """
         rows, cache, o = (*self.dtypes, *[self.dtypes[0]] * 2)[:3]
         kinds = tuple(kind for kind in _WITH_PAGES if _has(kind, rows, cache)) if o == rows else ()
+        kinds = _RECURRENT if self.kind in _RECURRENT else kinds
         return Library(kinds if self.kind in kinds else (self.kind,), (rows, cache, o), self.mask)
 
 
@@ -103,12 +105,15 @@ class Library:
 
     def kernel(self, kind: str) -> Kernel:
         """One of its kernels."""
-        counts = {"merge": 1, "append": 2, "gather": 2, "linear": 2, "experts": 2, **dict.fromkeys(_OF_QUANTISED, 1)}
+        counts = {"merge": 1, "append": 2, "gather": 2, "linear": 2, "experts": 2}
+        counts |= dict.fromkeys((*_OF_QUANTISED, *_RECURRENT), 1)
         return Kernel(kind, self.dtypes[: counts.get(kind, 3)], self.mask)
 
     @property
     def file(self) -> str:
         """Its name as a file."""
+        if self.kinds == _RECURRENT:
+            return "recurrent"
         if len(self.kinds) > 1:
             return "_".join(("pages", *self.dtypes[:2]))
         return self.kernel(self.kinds[0]).name.removeprefix("paged_kv_")
@@ -144,6 +149,7 @@ def api_libraries() -> list[Library]:
     narrow = (*FLOAT8_DTYPES, *FORMATS)
     pairs = [(q, kv) for q in Q_DTYPES for kv in (q, *narrow)]
     wanted = [Kernel("append", ("uint8", "uint8")), *(Kernel("merge", (q,)) for q in Q_DTYPES)]
+    wanted.append(Kernel("delta_rule", ("float32",)))
     for q, kv in pairs:
         wanted += [Kernel(kind, (q, kv, q)) for kind in ("attention", "masked_attention")]
         if kv not in FORMATS:
@@ -154,7 +160,7 @@ def api_libraries() -> list[Library]:
 
 KINDS = (
     *("attention", "attention_rotated", "masked_attention", "masked_attention_rotated", "latent", "merge"),
-    *("append", "gather", "linear", "experts", *_OF_QUANTISED),
+    *("append", "gather", "linear", "experts", *_OF_QUANTISED, *_RECURRENT),
 )
 
 

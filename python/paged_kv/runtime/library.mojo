@@ -148,6 +148,26 @@ def gather(call: Int) abi("C") -> Int:
     return 0
 
 
+# Kernel delta_rule
+from mojo_ops.recurrent.call import RecurrenceCall
+
+
+@export("paged_kv_delta_rule")
+def delta_rule(call: Int) abi("C") -> Int:
+    at[RecurrenceCall](call).run[delta=True]()
+    return 0
+
+
+# Kernel selective_scan
+from mojo_ops.recurrent.call import RecurrenceCall
+
+
+@export("paged_kv_selective_scan")
+def selective_scan(call: Int) abi("C") -> Int:
+    at[RecurrenceCall](call).run[delta=False]()
+    return 0
+
+
 # Kernel linear
 from mojo_ops.linear.call import LinearCall
 

@@ -1,0 +1,200 @@
+"""The recurrences of FlashInfer's `gdn` and `mamba` modules over arrays on the host: checked arguments, one kernel.
+
+Letters in shapes: T rows of B requests, Hk key heads, H heads of values and states, K and V dimensions of keys and
+values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from paged_kv.arrays import devices
+from paged_kv.arrays.host import HOST
+from paged_kv.arrays.overlap import check_written
+from paged_kv.arrays.versions import mark_written
+from paged_kv.calls.plan import check_dtype
+from paged_kv.errors import ContractError, ShapeError
+from paged_kv.runtime.host_calls import recur
+
+Floats = npt.NDArray[np.float32]
+
+STATE_DTYPES = ("float32", "bfloat16")
+
+
+class Recurred(NamedTuple):
+    """The results of `recurrence`."""
+
+    o: Floats
+    """`[T, H, V]`."""
+    after: Floats
+    """`[B, H, K, V]`: the state of each request after its rows."""
+    between: list[list[Floats]]
+    """The states `[H, K, V]` of each request after every so many rows."""
+
+
+def recurrence(
+    kind: Literal["delta_rule", "selective_scan"],
+    q: Floats,
+    k: Floats,
+    v: Floats,
+    decays: Floats,
+    rates: Floats,
+    before: Floats | None,
+    counts: Sequence[int],
+    *,
+    scale: float = 1.0,
+    normed: bool = False,
+    every: int = 0,
+) -> Recurred:
+    """The rows of each request, one after the other, from its state `before` `[B, H, K, V]`, zeros where it is None.
+
+    Args:
+        kind: `S = d S`, then with the delta rule `S = S + k (r (v - S^T k))^T`, else `S = S + k (r v)^T`; `o = S^T q`.
+        q, k: `[T, Hk, K]`; Hk divides H, and neighbours share a key head.
+        v: `[T, H, V]`.
+        decays, rates: d and r, `[T, H]`.
+        before: The states at first.
+        counts: The rows of each request.
+        scale: Multiplies q.
+        normed: q and k are divided by their lengths.
+        every: Also gives the states after each so many rows of a request; 0: none.
+    """
+    rows, heads, width = v.shape
+    key_dim = q.shape[2]
+    o = np.zeros((rows, heads, width), np.float32)
+    after = np.zeros((len(counts), heads, key_dim, width), np.float32) if before is None else before.copy()
+    ends = [[*range(every, count + 1, every)] if every else [] for count in counts]
+    saves = [
+        [*each, *([count] if not each or each[-1] != count else [])] for each, count in zip(ends, counts, strict=True)
+    ]
+    busy = [request for request, count in enumerate(counts) if count]
+    between: list[list[Floats]] = [[] for _ in counts]
+    if busy and heads and width:
+        slots = len(busy) + sum(len(saves[request]) for request in busy)
+        matrices = np.zeros((slots, heads, -(-width // 16), key_dim, 16), np.float32)
+        matrices[: len(busy)] = _blocks(after[busy])
+        of_saves = [len(saves[request]) for request in busy]
+        x = np.concatenate([part.reshape(rows, -1) for part in (q, k, v)], axis=1)
+        recur(
+            kind,
+            o,
+            np.ascontiguousarray(x, np.float32),
+            np.ascontiguousarray(decays, np.float32),
+            np.ascontiguousarray(rates, np.float32),
+            matrices,
+            offsets=_offsets(counts[request] for request in busy),
+            sources=np.arange(len(busy), dtype=np.int32),
+            save_offsets=_offsets(of_saves),
+            save_counts=np.array([count for request in busy for count in saves[request]], np.int32),
+            save_slots=np.arange(len(busy), slots, dtype=np.int32),
+            key_heads=q.shape[1],
+            scale=scale,
+            normed=normed,
+        )
+        saved = np.split(_matrices(matrices[len(busy) :], width), np.cumsum(of_saves)[:-1])
+        for request, states in zip(busy, saved, strict=True):
+            after[request] = states[-1]
+            between[request] = list(states[: len(ends[request])])
+    return Recurred(o, after, between)
+
+
+def _offsets(counts: Any) -> npt.NDArray[np.uint32]:
+    return np.concatenate([[0], np.cumsum([*counts])]).astype(np.uint32)
+
+
+def _blocks(states: Floats) -> Floats:
+    """States `[n, H, K, V]` in blocks of 16 columns, `[n, H, blocks, K, 16]`."""
+    width = states.shape[-1]
+    padded = np.pad(states, [(0, 0)] * 3 + [(0, -width % 16)])
+    return padded.reshape(*states.shape[:3], -1, 16).transpose(0, 1, 3, 2, 4)
+
+
+def _matrices(blocks: Floats, width: int) -> Floats:
+    """The states of blocks."""
+    n, heads, count, key_dim, _ = blocks.shape
+    return blocks.transpose(0, 1, 3, 2, 4).reshape(n, heads, key_dim, 16 * count)[..., :width]
+
+
+def require_host(arrays: Mapping[str, Any]) -> None:
+    """Refuses arrays on a GPU.
+
+    Raises:
+        ContractTypeError: one of them is.
+    """
+    for name, array in arrays.items():
+        if array is not None:
+            devices.require_host(array, name, "recurrences run on the CPU alone")
+
+
+def floats(name: str, array: Any, shape: Sequence[int | None], legal: Sequence[str] = ()) -> Floats:
+    """An array of floats as float32, of this shape (None: any size).
+
+    Raises:
+        ContractTypeError: it is no array of float32, bfloat16 or float16.
+        ShapeError: its shape is another one.
+    """
+    view = HOST.view(array, name)
+    check_dtype(f"{name}: dtype", HOST.dtype(view), *((legal,) if legal else ()))
+    if view.ndim != len(shape) or any(size not in (None, got) for size, got in zip(shape, view.shape, strict=True)):
+        wanted = ["any" if size is None else size for size in shape]
+        raise ShapeError(f"{name}: shape {list(view.shape)}, expected {wanted}")
+    return np.ascontiguousarray(view.astype(np.float32))
+
+
+def written(name: str, array: Any, shape: Sequence[int | None], legal: Sequence[str]) -> Any:
+    """A view of an array that the call changes, of this shape and one of these dtypes.
+
+    Raises: as `floats`, and
+        ContractError: it cannot be written.
+    """
+    floats(name, array, shape, legal)
+    view = HOST.view(array, name)
+    if not HOST.is_writable(view):
+        raise ContractError(f"{name} is read-only, and is to be changed in place")
+    return view
+
+
+def write_all(given: Sequence[tuple[str, Any, Any, Any]], read: Mapping[str, Any]) -> None:
+    """Writes results into the caller's arrays: each a name, the array, its view and the values.
+
+    Raises:
+        ContractError: they share memory with each other or with what the call reads.
+    """
+    views = [(name, view) for name, _, view, _ in given]
+    others = [(name, HOST.view(array, name)) for name, array in read.items() if array is not None]
+    check_written(HOST, views, others)
+    mark_written([array for _, array, _, _ in given])
+    for _, _, view, values in given:
+        HOST.write(view, np.asarray(values).astype(view.dtype))
+
+
+def slots(name: str, array: Any, requests: int, available: int, padding: int) -> npt.NDArray[np.int32]:
+    """The slot of each request; `padding` where it has none.
+
+    Raises:
+        ContractTypeError, ShapeError, PageTableError: it is no array of as many integers as requests.
+        ContractError: a slot is none of those there are.
+    """
+    found = HOST.indices(array, name)
+    if len(found) != requests:
+        raise ShapeError(f"{name}: {len(found)} slots, expected {requests}")
+    wrong = (found != padding) & ((found < 0) | (found >= available))
+    if wrong.any():
+        request = int(wrong.argmax())
+        raise ContractError(f"{name}: request {request} has slot {found[request]}, there are {available}")
+    return np.asarray(found)
+
+
+def check_distinct(name: str, found: npt.NDArray[np.int32]) -> None:
+    """Refuses a slot that two requests write.
+
+    Raises:
+        ContractError: as said.
+    """
+    taken, counts = np.unique(found, return_counts=True)
+    if (counts > 1).any():
+        raise ContractError(f"{name}: slot {taken[counts > 1][0]} is written by {counts.max()} requests")

@@ -1,0 +1,170 @@
+"""Gated DeltaNet over new tokens: FlashInfer's `gdn_decode` module on arrays of the host.
+
+Letters in shapes: B requests of T tokens, Hk heads of q and k, H of v and of states, K and V dimensions of keys and
+values; S slots of a pool of states.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from paged_kv.arguments import flag
+from paged_kv.arrays.host import HOST
+from paged_kv.arrays.types import ArrayT, SupportsDLPack
+from paged_kv.calls.recurrence import (
+    STATE_DTYPES,
+    check_distinct,
+    floats,
+    recurrence,
+    require_host,
+    slots,
+    write_all,
+    written,
+)
+from paged_kv.errors import ContractError, ShapeError
+
+__all__ = ["gated_delta_rule_decode", "gated_delta_rule_decode_pretranspose"]
+
+
+def gated_delta_rule_decode_pretranspose(
+    q: ArrayT,
+    k: SupportsDLPack,
+    v: SupportsDLPack,
+    state: Any,
+    A_log: SupportsDLPack,
+    a: SupportsDLPack,
+    dt_bias: SupportsDLPack,
+    b: SupportsDLPack,
+    scale: float | None = None,
+    output: Any = None,
+    use_qk_l2norm: bool = True,
+    initial_state: Any = None,
+    initial_state_indices: SupportsDLPack | None = None,
+    output_state_indices: SupportsDLPack | None = None,
+    *,
+    intermediate_states_buffer: Any = None,
+    disable_state_update: bool = False,
+) -> tuple[ArrayT, Any]:
+    """The gated delta rule over one or several tokens of each request: `S = d S`, `S = S + k (r (v - S^T k))^T`,
+    `o = scale S^T q`, with `d = exp(-exp(A_log) softplus(a + dt_bias))` and `r = sigmoid(b)`; sums in float32.
+
+    Args:
+        q, k: `[B, T, Hk, K]` float32, bfloat16 or float16; Hk divides H.
+        v: `[B, T, H, V]`.
+        state: `[B, H, V, K]` float32 or bfloat16, replaced by the states after the tokens; None with a pool.
+        A_log, dt_bias: `[H]`.
+        a, b: `[B, T, H]`.
+        scale: 1 / sqrt(K) where it is None.
+        output: `[B, T, H, V]`, written to; a new array of q's dtype where it is None.
+        use_qk_l2norm: q and k are divided by their lengths first.
+        initial_state: A pool `[S, H, V, K]` of states in place of `state`.
+        initial_state_indices: `[B]`: the slot that each request reads; -1 for a request that is padding, whose outputs
+            are 0.
+        output_state_indices: `[B]`: the slot that it writes; the one that it reads where it is None.
+        intermediate_states_buffer: `[B, T, H, V, K]`, written to: the state after each token.
+        disable_state_update: States are left as they were.
+
+    Returns:
+        `(o, states)`: o `[B, T, H, V]`, and `state` or the pool.
+
+    Raises:
+        ContractTypeError, ShapeError, PageTableError: an argument is no array of these dtypes and shapes, or lies on a
+            GPU.
+        ContractError: there is not either a state or a pool with slots; a slot is none of the pool's, or written
+            twice; an array that is written is read-only, or shares memory with another argument.
+    """
+    if (initial_state is None) == (state is None) or (initial_state is None) != (initial_state_indices is None):
+        raise ContractError("state: either it is given, or initial_state with initial_state_indices")
+    if output_state_indices is not None and initial_state is None:
+        raise ContractError("output_state_indices: they are slots of initial_state, which is None")
+    read = {"q": q, "k": k, "v": v, "A_log": A_log, "a": a, "dt_bias": dt_bias, "b": b}
+    pool = {"state": state, "initial_state": initial_state, "intermediate_states_buffer": intermediate_states_buffer}
+    require_host({**read, **pool, "output": output})
+    requests, tokens, key_heads, key_dim = floats("q", q, [None] * 4).shape
+    queries, keys = (floats(name, read[name], [requests, tokens, key_heads, key_dim]) for name in "qk")
+    values = floats("v", v, [requests, tokens, None, None])
+    heads, width = values.shape[2:]
+    if not key_heads or heads % key_heads:
+        raise ShapeError(f"v: {heads} heads are no multiple of {key_heads} of q and k")
+    of_rows = [floats(name, read[name], [requests, tokens, heads]) for name in "ab"]
+    rate_of, bias = (floats(name, read[name], [heads]) for name in ("A_log", "dt_bias"))
+    name, states = ("state", state) if initial_state is None else ("initial_state", initial_state)
+    held = written(name, states, [requests if initial_state is None else None, heads, width, key_dim], STATE_DTYPES)
+    sources = np.arange(requests, dtype=np.int32)
+    if initial_state is not None:
+        sources = slots("initial_state_indices", initial_state_indices, requests, len(held), -1)
+    targets = sources
+    if output_state_indices is not None:
+        targets = slots("output_state_indices", output_state_indices, requests, len(held), -1)
+    updates = not flag("disable_state_update", disable_state_update)
+    busy = np.flatnonzero((sources >= 0) & (targets >= 0))
+    if updates:
+        check_distinct("output_state_indices" if output_state_indices is not None else name, targets[busy])
+    shape = [requests, tokens, heads, width]
+    into = None if output is None else written("output", output, shape, (HOST.view(output, "output").dtype.name,))
+    between = intermediate_states_buffer
+    kept = None if between is None else written("intermediate_states_buffer", between, [*shape, key_dim], STATE_DTYPES)
+
+    def rows(x: Any) -> Any:
+        return x[busy].reshape(len(busy) * tokens, *x.shape[2:])
+
+    found = recurrence(
+        "delta_rule",
+        rows(queries),
+        rows(keys),
+        rows(values),
+        rows(np.exp(-np.exp(rate_of) * np.logaddexp(of_rows[0] + bias, 0, dtype=np.float32))),
+        rows(1 / (1 + np.exp(-of_rows[1]))),
+        np.asarray(held)[sources[busy]].astype(np.float32).swapaxes(2, 3),
+        [tokens] * len(busy),
+        scale=key_dim**-0.5 if scale is None else scale,
+        normed=flag("use_qk_l2norm", use_qk_l2norm),
+        every=0 if kept is None else 1,
+    )
+    o = np.zeros(shape, np.float32)
+    o[busy] = found.o.reshape(len(busy), *shape[1:])
+    results: list[tuple[str, Any, Any, Any]] = []
+    if into is not None:
+        results.append(("output", output, into, o))
+    if updates and tokens:
+        after = np.array(held)
+        after[targets[busy]] = found.after.swapaxes(2, 3).astype(after.dtype)
+        results.append((name, states, held, after))
+    if kept is not None:
+        all_of_them = np.array(kept)
+        for request, each in zip(busy, found.between, strict=True):
+            if each:
+                all_of_them[request] = np.stack(each).swapaxes(2, 3).astype(all_of_them.dtype)
+        results.append(("intermediate_states_buffer", between, kept, all_of_them))
+    write_all(results, read)
+    return (HOST.like(q, o.astype(HOST.view(q, "q").dtype)) if output is None else output), states
+
+
+def gated_delta_rule_decode(
+    q: ArrayT,
+    k: SupportsDLPack,
+    v: SupportsDLPack,
+    state: Any,
+    A_log: SupportsDLPack,
+    a: SupportsDLPack,
+    dt_bias: SupportsDLPack,
+    b: SupportsDLPack,
+    scale: float | None = None,
+    output: Any = None,
+    use_qk_l2norm: bool = True,
+) -> tuple[ArrayT, Any]:
+    """`gated_delta_rule_decode_pretranspose` of states `[B, H, K, V]`, which are replaced.
+
+    Args, returns and raises as there.
+    """
+    require_host({"state": state})
+    view = HOST.view(state, "state")
+    if view.ndim != 4:
+        raise ShapeError(f"state: shape {list(view.shape)}, expected [B, H, K, V]")
+    held = written("state", state, [None] * 4, STATE_DTYPES)
+    turned = np.ascontiguousarray(held.swapaxes(2, 3))
+    o, after = gated_delta_rule_decode_pretranspose(q, k, v, turned, A_log, a, dt_bias, b, scale, output, use_qk_l2norm)
+    write_all([("state", state, held, after.swapaxes(2, 3))], {})
+    return o, state
