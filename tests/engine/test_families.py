@@ -36,7 +36,7 @@ def test_in_bfloat16_logits_are_near(folder, models, name):
     assert_logits(models[f"{name}, bfloat16"], folder / name, BFLOAT16[name], norm_error)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "phi3", "gemma3", "gpt_oss", *HYBRIDS])
+@pytest.mark.parametrize("name", ["qwen2", "phi3", "gemma3", "gemma4", "gpt_oss", *HYBRIDS])
 def test_texts_in_company_are_those_of_each_prompt_alone(models, name):
     """Layers with and without windows, or all with one, whose pages are given back as texts grow, or with states:
     prompts in chunks, with drafts, and more of them than there are pages for.

@@ -15,6 +15,7 @@ from hostile.objects import objects
 from hostile.pools import check
 from paged_kv.engine import DiskTier, Grammar, Regex
 from paged_kv.engine.engine import Engine
+from paged_kv.engine.model import least_window_pages
 from paged_kv.engine.outputs import OutputStream
 from paged_kv.engine.requests import Sampling
 from paged_kv.errors import PagedKVError
@@ -46,17 +47,17 @@ class Failing(FakeDraft):
         self.fail()
         return logits
 
-    def copy_page(self, source: int, target: int) -> None:
+    def copy_page(self, *arguments: Any, **windows: bool) -> None:
         self.fail()
-        super().copy_page(source, target)
+        super().copy_page(*arguments, **windows)
 
-    def write_pages(self, *arguments: Any) -> None:
+    def write_pages(self, *arguments: Any, **windows: bool) -> None:
         self.fail()
-        super().write_pages(*arguments)
+        super().write_pages(*arguments, **windows)
 
-    def read_pages(self, *arguments: Any) -> np.ndarray:
+    def read_pages(self, *arguments: Any, **windows: bool) -> np.ndarray:
         self.fail()
-        return super().read_pages(*arguments)
+        return super().read_pages(*arguments, **windows)
 
     def write_states(self, *arguments: Any) -> None:
         self.fail()
@@ -75,7 +76,11 @@ class EngineRun:
         size, self.window = int(rng.choice([1, 2, 3, 5])), int(rng.choice([-1, -1, -1, 0, 4]))
         rate = float(rng.choice([0, 0, 0.02, 0.2]))
         states = int(rng.choice([0, rng.integers(2, 20)])) if self.window < 0 else 0
-        self.model = Failing(rng, rate, -(-int(rng.integers(40, 120)) // size), size, 64, self.window, states)
+        reach, apart = self.window, 0
+        if reach >= 0 and rng.random() < 0.6:  # beside layers without a window, in pages of their own
+            self.window, apart = -1, least_window_pages(reach, size) + int(rng.integers(0, 30))
+        pages = -(-int(rng.integers(40, 120)) // size)
+        self.model = Failing(rng, rate, pages, size, 64, reach, states, apart)
         self.draft = Failing(rng, rate, int(rng.integers(10, 60)), size, 64, drafts=True)
         self.fails_decoding = rng.random() < 0.2
         coder = Letters(self.model.fail if self.fails_decoding else lambda: None)
@@ -109,6 +114,8 @@ class EngineRun:
         for _ in range(int(self.rng.integers(5, 30))):
             acts[self.rng.integers(len(acts))]()
             self.engine.pool.check_integrity()
+            if self.engine.window_pool is not None:
+                self.engine.window_pool.check_integrity()
         self.model.rate = self.draft.rate = 0
         while self.streams:
             self.read()
