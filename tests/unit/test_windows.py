@@ -91,6 +91,15 @@ def test_a_page_of_windows_that_is_missing_shortens_what_is_restored(tmp_path):
     assert Chat(disk=disk).computed(tokens(41)) == 41 - 32
 
 
+def test_what_is_restored_goes_on_from_pages_of_windows_in_memory(tmp_path):
+    chat = Chat(num_pages=12, disk=DiskTier(tmp_path / "pages", 1 << 20))
+    assert chat.computed(tokens(41)) == 41
+    chat.engine.flush()
+    chat.computed(tokens(9, 1))  # takes the last page of those
+    assert chat.computed(tokens(41)) == 1
+    assert chat.engine.tokens_restored == 4
+
+
 def test_a_file_of_a_prefix_has_the_pages_of_its_window(tmp_path):
     first, again = Chat(), Chat(num_window_pages=4)
     first.computed(tokens(42))
