@@ -185,3 +185,5 @@ def print_statistics(statistics: Statistics, model: DecoderModel) -> None:
     used, size = statistics.peak_pages, model.page_size
     room = f"{model.num_pages * size} tokens in {model.page_kind[0]}"
     say(f"pages: {used} used, of {model.num_pages} ({size} tokens, {model.page_bytes} bytes each): {room}")
+    if model.num_window_pages:
+        say(f"pages of layers with windows: {model.num_window_pages} ({model.window_page_bytes} bytes each)")
