@@ -71,14 +71,14 @@ class FullHeads:
 
     kv_heads: int
     head_dim: int
-    """Of queries, too."""
+    """The same of queries."""
     value_is_key: bool = False
     """V is the projection that K is made of, before its norm and its rotation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerInputs:
-    """What each layer is told of its tokens beside the hidden states (Gemma 4): an embedding of its own."""
+    """An embedding of each token for each layer, which joins the layer's output (Gemma 4)."""
 
     size: int
     vocab_size: int
