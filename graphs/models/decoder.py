@@ -123,7 +123,8 @@ def decode(steps: Sequence[DeviceStep], add_up: AddUp = lambda parts: parts) -> 
             ]
         xs, ys = _taken(xs, of_use), _taken(ys, of_use)
         if layer == config.last_kept and layer + 1 < config.num_hidden_layers:
-            inputs = [each and _taken([each], [rows])[0] for each, rows in zip(inputs, of_use, strict=True)]
+            pairs = zip(inputs, of_use, strict=True)
+            inputs = [None if each is None else _taken([each], [rows])[0] for each, rows in pairs]
             rotaries = [_of_rows(rotary, rows) for rotary, rows in zip(rotaries, of_use, strict=True)]
             steps = [step.of_wanted() for step in steps]
         if config.norm_place == "before both":
@@ -201,7 +202,9 @@ def _attention(
     and then as `config.cache_rotation` says. Only the rows `wanted` `[N]` are computed where it is not None.
     """
     parameters, rows = step.parameters, step.rows
-    cache = step.windows if step.windows and parameters.config.in_window_cache(layer) else step.cache
+    cache: PagedCache | LatentCache = step.cache
+    if step.windows is not None and parameters.config.in_window_cache(layer):
+        cache = step.windows
     if isinstance(cache, LatentCache):
         assert rotary is not None
         return latent_attention(parameters, cache, rows, x, rotary, layer, wanted)

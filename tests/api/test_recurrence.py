@@ -231,9 +231,26 @@ def test_what_is_refused(call, changes, error, message):
     assert isinstance(caught.value, error)
 
 
-def test_what_is_written_is_no_other_argument():
+@pytest.mark.parametrize("more", [{}, {"disable_state_update": True}])
+@pytest.mark.parametrize("call", [gated_delta_rule_decode, gated_delta_rule_decode_pretranspose])
+def test_what_is_written_is_no_other_argument(call, more):
+    """Nothing is written then: an output in the memory of a state."""
+    if more and call is gated_delta_rule_decode:
+        return
     step = Step(1)
-    state = step.pool[:3].copy()
+    before = step.pool[:3] if call is not gated_delta_rule_decode else step.pool[:3].swapaxes(2, 3)
+    state = np.array(before, order="C")
     with pytest.raises(ContractError, match="share"):
-        decode(state=state, output=state.reshape(-1)[: 3 * 6 * V].reshape(3, 1, 6, V))
-    assert np.array_equal(state, step.pool[:3])
+        call(*step.inputs(state), output=state.reshape(-1)[: 3 * 6 * V].reshape(3, 1, 6, V), **more)
+    assert np.array_equal(state, before)
+
+
+@pytest.mark.filterwarnings("error")
+def test_gates_beyond_float32_and_nothing_to_do_say_nothing():
+    step = Step(1)
+    step.a[0], step.b[0], step.a_log[1] = 1e30, -1e30, 200
+    assert np.isfinite(decode(a=step.a, b=step.b, A_log=step.a_log)[0]).all()
+    assert np.isfinite(update(z=np.full((2, 4, V), -1e30, np.float32))).all()
+    nothing = {name: np.ones((5, 2, 0), np.float32) for name in "qk"}
+    assert not prefill(**nothing).any()
+    assert prefill(v=np.ones((5, 2, 0), np.float32)).shape == (5, 2, 0)

@@ -18,6 +18,7 @@ from paged_kv.arrays.overlap import check_written
 from paged_kv.arrays.versions import mark_written
 from paged_kv.calls.plan import check_dtype
 from paged_kv.errors import ContractError, ShapeError
+from paged_kv.options import Q_DTYPES
 from paged_kv.runtime.host_calls import recur
 
 Floats = npt.NDArray[np.float32]
@@ -73,7 +74,7 @@ def recurrence(
     ]
     busy = [request for request, count in enumerate(counts) if count]
     between: list[list[Floats]] = [[] for _ in counts]
-    if busy and heads and width:
+    if busy and heads and width and key_dim:
         slots = len(busy) + sum(len(saves[request]) for request in busy)
         matrices = np.zeros((slots, heads, -(-width // 16), key_dim, 16), np.float32)
         matrices[: len(busy)] = _blocks(after[busy])
@@ -130,46 +131,75 @@ def require_host(arrays: Mapping[str, Any]) -> None:
             devices.require_host(array, name, "recurrences run on the CPU alone")
 
 
-def floats(name: str, array: Any, shape: Sequence[int | None], legal: Sequence[str] = ()) -> Floats:
-    """An array of floats as float32, of this shape (None: any size).
+def floats(name: str, array: Any, shape: Sequence[int | None], legal: Sequence[str] = Q_DTYPES) -> Floats:
+    """An array of floats as float32. Raises as `checked`."""
+    return np.ascontiguousarray(checked(name, array, shape, legal).astype(np.float32))
+
+
+def checked(name: str, array: Any, shape: Sequence[int | None], legal: Sequence[str] = Q_DTYPES) -> npt.NDArray[Any]:
+    """A view of an array of this shape (None: any size) and one of these dtypes.
 
     Raises:
-        ContractTypeError: it is no array of float32, bfloat16 or float16.
+        ContractTypeError: it is no array of them.
         ShapeError: its shape is another one.
     """
     view = HOST.view(array, name)
-    check_dtype(f"{name}: dtype", HOST.dtype(view), *((legal,) if legal else ()))
+    check_dtype(f"{name}: dtype", HOST.dtype(view), legal)
     if view.ndim != len(shape) or any(size not in (None, got) for size, got in zip(shape, view.shape, strict=True)):
         wanted = ["any" if size is None else size for size in shape]
         raise ShapeError(f"{name}: shape {list(view.shape)}, expected {wanted}")
-    return np.ascontiguousarray(view.astype(np.float32))
-
-
-def written(name: str, array: Any, shape: Sequence[int | None], legal: Sequence[str]) -> Any:
-    """A view of an array that the call changes, of this shape and one of these dtypes.
-
-    Raises: as `floats`, and
-        ContractError: it cannot be written.
-    """
-    floats(name, array, shape, legal)
-    view = HOST.view(array, name)
-    if not HOST.is_writable(view):
-        raise ContractError(f"{name} is read-only, and is to be changed in place")
     return view
 
 
-def write_all(given: Sequence[tuple[str, Any, Any, Any]], read: Mapping[str, Any]) -> None:
-    """Writes results into the caller's arrays: each a name, the array, its view and the values.
+def softplus(x: Floats) -> Floats:
+    """`ln(1 + exp(x))`."""
+    return np.logaddexp(x, 0, dtype=np.float32)
+
+
+def sigmoid(x: Floats) -> Floats:
+    """`1 / (1 + exp(-x))`."""
+    with np.errstate(over="ignore"):
+        return np.asarray(1 / (1 + np.exp(-x)), np.float32)
+
+
+class Written(NamedTuple):
+    """An array that a call writes to, and its view."""
+
+    name: str
+    array: Any
+    view: npt.NDArray[Any]
+
+    @staticmethod
+    def of(name: str, array: Any, shape: Sequence[int | None], legal: Sequence[str] = Q_DTYPES) -> Written:
+        """An array of this shape and one of these dtypes.
+
+        Raises: as `checked`, and
+            ContractError: it cannot be written.
+        """
+        view = checked(name, array, shape, legal)
+        if not HOST.is_writable(view):
+            raise ContractError(f"{name} is read-only, and is to be changed in place")
+        return Written(name, array, view)
+
+
+def write_all(results: Sequence[tuple[Written, Any, Any]], read: Mapping[str, Any]) -> None:
+    """Writes results: each an array, the places in it, and their values.
 
     Raises:
-        ContractError: they share memory with each other or with what the call reads.
+        ContractError: arrays share memory with each other or with what the call reads; nothing is written then.
     """
-    views = [(name, view) for name, _, view, _ in given]
     others = [(name, HOST.view(array, name)) for name, array in read.items() if array is not None]
-    check_written(HOST, views, others)
-    mark_written([array for _, array, _, _ in given])
-    for _, _, view, values in given:
-        HOST.write(view, np.asarray(values).astype(view.dtype))
+    check_written(HOST, [(into.name, into.view) for into, _, _ in results], others)
+    mark_written([into.array for into, _, _ in results])
+    with np.errstate(over="ignore"):  # a number that float16 does not have is infinite there
+        for into, places, values in results:
+            into.view[places] = np.asarray(values).astype(into.view.dtype)
+
+
+def like(array: Any, result: Floats) -> Any:
+    """The result in the dtype and the kind of an array."""
+    with np.errstate(over="ignore"):
+        return HOST.like(array, result.astype(HOST.view(array, "q").dtype))
 
 
 def slots(name: str, array: Any, requests: int, available: int, padding: int) -> npt.NDArray[np.int32]:

@@ -11,18 +11,22 @@ from typing import Any
 import numpy as np
 
 from paged_kv.arguments import flag
-from paged_kv.arrays.host import HOST
 from paged_kv.arrays.types import ArrayT, SupportsDLPack
 from paged_kv.calls.recurrence import (
     STATE_DTYPES,
+    Written,
     check_distinct,
+    checked,
     floats,
+    like,
     recurrence,
     require_host,
+    sigmoid,
     slots,
+    softplus,
     write_all,
-    written,
 )
+from paged_kv.calls.scalars import checked_number
 from paged_kv.errors import ContractError, ShapeError
 
 __all__ = ["gated_delta_rule_decode", "gated_delta_rule_decode_pretranspose"]
@@ -75,71 +79,10 @@ def gated_delta_rule_decode_pretranspose(
         ContractError: there is not either a state or a pool with slots; a slot is none of the pool's, or written
             twice; an array that is written is read-only, or shares memory with another argument.
     """
-    if (initial_state is None) == (state is None) or (initial_state is None) != (initial_state_indices is None):
-        raise ContractError("state: either it is given, or initial_state with initial_state_indices")
-    if output_state_indices is not None and initial_state is None:
-        raise ContractError("output_state_indices: they are slots of initial_state, which is None")
-    read = {"q": q, "k": k, "v": v, "A_log": A_log, "a": a, "dt_bias": dt_bias, "b": b}
-    pool = {"state": state, "initial_state": initial_state, "intermediate_states_buffer": intermediate_states_buffer}
-    require_host({**read, **pool, "output": output})
-    requests, tokens, key_heads, key_dim = floats("q", q, [None] * 4).shape
-    queries, keys = (floats(name, read[name], [requests, tokens, key_heads, key_dim]) for name in "qk")
-    values = floats("v", v, [requests, tokens, None, None])
-    heads, width = values.shape[2:]
-    if not key_heads or heads % key_heads:
-        raise ShapeError(f"v: {heads} heads are no multiple of {key_heads} of q and k")
-    of_rows = [floats(name, read[name], [requests, tokens, heads]) for name in "ab"]
-    rate_of, bias = (floats(name, read[name], [heads]) for name in ("A_log", "dt_bias"))
-    name, states = ("state", state) if initial_state is None else ("initial_state", initial_state)
-    held = written(name, states, [requests if initial_state is None else None, heads, width, key_dim], STATE_DTYPES)
-    sources = np.arange(requests, dtype=np.int32)
-    if initial_state is not None:
-        sources = slots("initial_state_indices", initial_state_indices, requests, len(held), -1)
-    targets = sources
-    if output_state_indices is not None:
-        targets = slots("output_state_indices", output_state_indices, requests, len(held), -1)
-    updates = not flag("disable_state_update", disable_state_update)
-    busy = np.flatnonzero((sources >= 0) & (targets >= 0))
-    if updates:
-        check_distinct("output_state_indices" if output_state_indices is not None else name, targets[busy])
-    shape = [requests, tokens, heads, width]
-    into = None if output is None else written("output", output, shape, (HOST.view(output, "output").dtype.name,))
-    between = intermediate_states_buffer
-    kept = None if between is None else written("intermediate_states_buffer", between, [*shape, key_dim], STATE_DTYPES)
-
-    def rows(x: Any) -> Any:
-        return x[busy].reshape(len(busy) * tokens, *x.shape[2:])
-
-    found = recurrence(
-        "delta_rule",
-        rows(queries),
-        rows(keys),
-        rows(values),
-        rows(np.exp(-np.exp(rate_of) * np.logaddexp(of_rows[0] + bias, 0, dtype=np.float32))),
-        rows(1 / (1 + np.exp(-of_rows[1]))),
-        np.asarray(held)[sources[busy]].astype(np.float32).swapaxes(2, 3),
-        [tokens] * len(busy),
-        scale=key_dim**-0.5 if scale is None else scale,
-        normed=flag("use_qk_l2norm", use_qk_l2norm),
-        every=0 if kept is None else 1,
+    return _decode(
+        *(q, k, v, state, A_log, a, dt_bias, b, scale, output, use_qk_l2norm),
+        *(initial_state, initial_state_indices, output_state_indices, intermediate_states_buffer, disable_state_update),
     )
-    o = np.zeros(shape, np.float32)
-    o[busy] = found.o.reshape(len(busy), *shape[1:])
-    results: list[tuple[str, Any, Any, Any]] = []
-    if into is not None:
-        results.append(("output", output, into, o))
-    if updates and tokens:
-        after = np.array(held)
-        after[targets[busy]] = found.after.swapaxes(2, 3).astype(after.dtype)
-        results.append((name, states, held, after))
-    if kept is not None:
-        all_of_them = np.array(kept)
-        for request, each in zip(busy, found.between, strict=True):
-            if each:
-                all_of_them[request] = np.stack(each).swapaxes(2, 3).astype(all_of_them.dtype)
-        results.append(("intermediate_states_buffer", between, kept, all_of_them))
-    write_all(results, read)
-    return (HOST.like(q, o.astype(HOST.view(q, "q").dtype)) if output is None else output), states
 
 
 def gated_delta_rule_decode(
@@ -159,12 +102,95 @@ def gated_delta_rule_decode(
 
     Args, returns and raises as there.
     """
-    require_host({"state": state})
-    view = HOST.view(state, "state")
-    if view.ndim != 4:
-        raise ShapeError(f"state: shape {list(view.shape)}, expected [B, H, K, V]")
-    held = written("state", state, [None] * 4, STATE_DTYPES)
-    turned = np.ascontiguousarray(held.swapaxes(2, 3))
-    o, after = gated_delta_rule_decode_pretranspose(q, k, v, turned, A_log, a, dt_bias, b, scale, output, use_qk_l2norm)
-    write_all([("state", state, held, after.swapaxes(2, 3))], {})
-    return o, state
+    return _decode(q, k, v, state, A_log, a, dt_bias, b, scale, output, use_qk_l2norm, keys_first=True)
+
+
+def _decode(
+    q: Any,
+    k: Any,
+    v: Any,
+    state: Any,
+    A_log: Any,
+    a: Any,
+    dt_bias: Any,
+    b: Any,
+    scale: Any,
+    output: Any,
+    use_qk_l2norm: Any,
+    initial_state: Any = None,
+    initial_state_indices: Any = None,
+    output_state_indices: Any = None,
+    intermediate_states_buffer: Any = None,
+    disable_state_update: Any = False,
+    *,
+    keys_first: bool = False,
+) -> tuple[Any, Any]:
+    """Both calls; states are `[..., K, V]` where `keys_first`, else `[..., V, K]`."""
+    if (initial_state is None) == (state is None) or (initial_state is None) != (initial_state_indices is None):
+        raise ContractError("state: either it is given, or initial_state with initial_state_indices")
+    if output_state_indices is not None and initial_state is None:
+        raise ContractError("output_state_indices: they are slots of initial_state, which is None")
+    read = {"q": q, "k": k, "v": v, "A_log": A_log, "a": a, "dt_bias": dt_bias, "b": b}
+    pool = {"state": state, "initial_state": initial_state, "intermediate_states_buffer": intermediate_states_buffer}
+    require_host({**read, **pool, "output": output})
+    requests, tokens, key_heads, key_dim = checked("q", q, [None] * 4).shape
+    queries, keys = (floats(name, read[name], [requests, tokens, key_heads, key_dim]) for name in "qk")
+    values = floats("v", v, [requests, tokens, None, None])
+    heads, width = values.shape[2:]
+    if not key_heads or heads % key_heads:
+        raise ShapeError(f"v: {heads} heads are no multiple of {key_heads} of q and k")
+    decays, rates = (floats(name, read[name], [requests, tokens, heads]) for name in "ab")
+    rate_of, bias = (floats(name, read[name], [heads]) for name in ("A_log", "dt_bias"))
+    name, states = ("state", state) if initial_state is None else ("initial_state", initial_state)
+    of_state = [heads, key_dim, width] if keys_first else [heads, width, key_dim]
+    held = Written.of(name, states, [requests if initial_state is None else None, *of_state], STATE_DTYPES)
+    sources = np.arange(requests, dtype=np.int32)
+    if initial_state is not None:
+        sources = slots("initial_state_indices", initial_state_indices, requests, len(held.view), -1)
+    targets = sources
+    if output_state_indices is not None:
+        targets = slots("output_state_indices", output_state_indices, requests, len(held.view), -1)
+    updates = not flag("disable_state_update", disable_state_update)
+    busy = np.flatnonzero((sources >= 0) & (targets >= 0))
+    if updates:
+        check_distinct("output_state_indices" if output_state_indices is not None else name, targets[busy])
+    shape = [requests, tokens, heads, width]
+    into = None if output is None else Written.of("output", output, shape)
+    kept = None
+    if intermediate_states_buffer is not None:
+        places = [requests, tokens, *of_state]
+        kept = Written.of("intermediate_states_buffer", intermediate_states_buffer, places, STATE_DTYPES)
+    factor = (key_dim or 1) ** -0.5 if scale is None else checked_number(scale, "scale")
+
+    def rows(x: Any) -> Any:
+        return x[busy].reshape(len(busy) * tokens, *x.shape[2:])
+
+    def turned(x: Any) -> Any:
+        return x if keys_first else x.swapaxes(-1, -2)
+
+    with np.errstate(over="ignore"):
+        decays = np.exp(-np.exp(rate_of) * softplus(decays + bias))
+    found = recurrence(
+        "delta_rule",
+        rows(queries),
+        rows(keys),
+        rows(values),
+        rows(decays),
+        rows(sigmoid(rates)),
+        turned(held.view[sources[busy]].astype(np.float32)),
+        [tokens] * len(busy),
+        scale=factor,
+        normed=flag("use_qk_l2norm", use_qk_l2norm),
+        every=0 if kept is None else 1,
+    )
+    o = np.zeros(shape, np.float32)
+    o[busy] = found.o.reshape(len(busy), *shape[1:])
+    results: list[tuple[Written, Any, Any]] = [] if into is None else [(into, ..., o)]
+    if updates:
+        results.append((held, targets[busy], turned(found.after)))
+    else:
+        read[name] = states
+    if kept is not None and tokens and len(busy):
+        results.append((kept, busy, turned(np.array(found.between))))
+    write_all(results, read)
+    return (like(q, o) if output is None else output), states

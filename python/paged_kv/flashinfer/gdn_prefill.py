@@ -14,7 +14,17 @@ from paged_kv.arguments import flag, integer
 from paged_kv.arrays.host import HOST
 from paged_kv.arrays.types import ArrayT, SupportsDLPack
 from paged_kv.calls.offsets import check_offsets
-from paged_kv.calls.recurrence import STATE_DTYPES, floats, recurrence, require_host, write_all, written
+from paged_kv.calls.recurrence import (
+    STATE_DTYPES,
+    Written,
+    checked,
+    floats,
+    like,
+    recurrence,
+    require_host,
+    write_all,
+)
+from paged_kv.calls.scalars import checked_number
 from paged_kv.errors import ContractError, ShapeError
 
 __all__ = ["chunk_gated_delta_rule"]
@@ -70,11 +80,10 @@ def chunk_gated_delta_rule(
     """
     given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
     require_host({**given, "output": output, "output_state": output_state, "state_checkpoints": state_checkpoints})
-    rows, heads_of_q, key_dim = floats("q", q, [None] * 3).shape
+    rows, _, key_dim = checked("q", q, [None] * 3).shape
     queries, keys = floats("q", q, [None] * 3), floats("k", k, [rows, None, key_dim])
-    values = floats("v", v, [rows, None, None])
-    heads = max(heads_of_q, values.shape[1])
-    queries, keys, values = _grouped(queries, keys, values)
+    queries, keys, values = _grouped(queries, keys, floats("v", v, [rows, None, None]))
+    heads, width = values.shape[1:]
     ones = np.ones((rows, heads), np.float32)
     decays = ones if g is None else floats("g", g, [rows, heads], ("float32",))
     rates = ones if beta is None else floats("beta", beta, [rows, heads], ("float32",))
@@ -85,39 +94,45 @@ def chunk_gated_delta_rule(
         if offsets[-1] != rows:
             raise ShapeError(f"cu_seqlens: ends with {offsets[-1]}, q has {rows} rows")
         counts = np.diff(offsets).tolist()
-    shape = [len(counts), heads, values.shape[2], key_dim]
-    before = None if initial_state is None else floats("initial_state", initial_state, shape, STATE_DTYPES)
+    of_state = [heads, width, key_dim]
+    before = None
+    if initial_state is not None:
+        before = floats("initial_state", initial_state, [len(counts), *of_state], STATE_DTYPES).swapaxes(2, 3)
     every = integer("checkpoint_every_n_tokens", checkpoint_every_n_tokens, 0)
     wanted = flag("output_final_state", output_final_state)
-    results: list[tuple[str, Any, Any, Any]] = []
-    own = HOST.view(q, "q").dtype
-    into = None if output is None else written("output", output, [rows, heads, shape[2]], (own.name,))
-    state = None if output_state is None else written("output_state", output_state, shape, STATE_DTYPES)
+    factor = (key_dim or 1) ** -0.5 if scale is None else checked_number(scale, "scale") or (key_dim or 1) ** -0.5
+    into = None if output is None else Written.of("output", output, [rows, heads, width])
+    state = None
+    if output_state is not None:
+        state = Written.of("output_state", output_state, [len(counts), *of_state], STATE_DTYPES)
     places = _places(every, counts, state_checkpoints, checkpoint_cu_starts)
     kept = None
     if places is not None:
-        kept = written("state_checkpoints", state_checkpoints, [None, *shape[1:]], STATE_DTYPES)
-        if kept.shape[0] < places[-1]:
-            raise ShapeError(f"state_checkpoints: {kept.shape[0]} states, checkpoint_cu_starts ends with {places[-1]}")
+        kept = Written.of("state_checkpoints", state_checkpoints, [None, *of_state], STATE_DTYPES)
+        if len(kept.view) < places[-1]:
+            raise ShapeError(f"state_checkpoints: {len(kept.view)} states, checkpoint_cu_starts ends with {places[-1]}")
     found = recurrence(
         "delta_rule",
-        *(queries, keys, values, decays, rates),
-        None if before is None else before.swapaxes(2, 3),
+        queries,
+        keys,
+        values,
+        decays,
+        rates,
+        before,
         counts,
-        scale=scale or key_dim**-0.5,
+        scale=factor,
         normed=flag("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
         every=every,
     )
     after = np.ascontiguousarray(found.after.swapaxes(2, 3))
-    if into is not None:
-        results.append(("output", output, into, found.o))
+    results: list[tuple[Written, Any, Any]] = [] if into is None else [(into, ..., found.o)]
     if state is not None and wanted:
-        results.append(("output_state", output_state, state, after))
+        results.append((state, ..., after))
     if kept is not None and places is not None and places[-1]:
         flat = np.stack([each.swapaxes(1, 2) for of_sequence in found.between for each in of_sequence])
-        results.append(("state_checkpoints", state_checkpoints, kept[: places[-1]], flat))
-    write_all(results, given if results else {})
-    o = HOST.like(q, found.o.astype(own)) if output is None else output
+        results.append((kept, slice(places[-1]), flat))
+    write_all(results, given)
+    o = like(q, found.o) if output is None else output
     if not wanted:
         return o
     return o, (HOST.like(q, after) if output_state is None else output_state)
@@ -130,7 +145,7 @@ def _grouped(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
         ShapeError: they do not fit.
     """
     of_q, of_k, of_v = q.shape[1], k.shape[1], v.shape[1]
-    if of_q == of_k and of_q and of_v % of_q == 0:
+    if of_q == of_k and of_q and of_v and of_v % of_q == 0:
         return q, k, v
     if of_k == of_v and of_k and of_q % of_k == 0:
         return q, np.repeat(k, of_q // of_k, axis=1), np.repeat(v, of_q // of_v, axis=1)

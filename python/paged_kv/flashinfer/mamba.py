@@ -15,13 +15,17 @@ from paged_kv.arrays.host import HOST
 from paged_kv.arrays.types import ArrayT, SupportsDLPack
 from paged_kv.calls.recurrence import (
     STATE_DTYPES,
+    Written,
     check_distinct,
+    checked,
     floats,
+    like,
     recurrence,
     require_host,
+    sigmoid,
     slots,
+    softplus,
     write_all,
-    written,
 )
 from paged_kv.errors import ContractError, ShapeError
 
@@ -107,49 +111,52 @@ def selective_state_update(
     rank = HOST.view(x, "x").ndim
     if rank not in (3, 4):
         raise ShapeError(f"x: {rank} dimensions, expected [B, H, P] or [B, T, H, P]")
-    given = floats("x", x, [None] * rank).shape
+    given = checked("x", x, [None] * rank).shape
     requests, heads, width = given[0], *given[-2:]
     tokens = given[1] if rank == 4 else 1
     outer = given[: rank - 2]
-    held = written("state", state, [None, heads, width, None], STATE_DTYPES)
+    held = Written.of("state", state, [None, heads, width, None], STATE_DTYPES)
+    available, state_size = held.view.shape[0], held.view.shape[3]
     inputs, steps = (floats(name, read[name], given) for name in ("x", "dt"))
-    of_b, of_c = (floats(name, read[name], [*outer, None, held.shape[3]]) for name in "BC")
+    of_b, of_c = (floats(name, read[name], [*outer, None, state_size]) for name in "BC")
     groups = of_b.shape[-2]
     if of_c.shape != of_b.shape or not groups or heads % groups:
         raise ShapeError(f"B: {groups} groups and C: {of_c.shape[-2]}, expected one number that divides {heads} heads")
-    rates = _of_heads("A", floats("A", A, [heads, width, held.shape[3]]), 1)
+    rates = _of_heads("A", floats("A", A, [heads, width, state_size]), 1)
     steps = _of_heads("dt", steps, rank - 1)
     if dt_bias is not None:
         steps = steps + _of_heads("dt_bias", floats("dt_bias", dt_bias, [heads, width]), 1)
     if flag("dt_softplus", dt_softplus):
-        steps = np.logaddexp(steps, 0, dtype=np.float32)
+        steps = softplus(steps)
     padding = integer("pad_slot_id", pad_slot_id, -LARGEST_INDEX - 1, LARGEST_INDEX)
     sources = np.arange(requests, dtype=np.int32)
     if state_batch_indices is not None:
-        sources = slots("state_batch_indices", state_batch_indices, requests, len(held), padding)
-    elif requests > len(held):
-        raise ShapeError(f"state: {len(held)} slots for {requests} requests")
+        sources = slots("state_batch_indices", state_batch_indices, requests, available, padding)
+    elif requests > available:
+        raise ShapeError(f"state: {available} slots for {requests} requests")
     targets = sources
     if dst_state_batch_indices is not None:
-        targets = slots("dst_state_batch_indices", dst_state_batch_indices, requests, len(held), padding)
+        targets = slots("dst_state_batch_indices", dst_state_batch_indices, requests, available, padding)
     busy = np.flatnonzero((sources != padding) & (targets != padding))
     updates = not flag("disable_state_update", disable_state_update)
     if updates:
         name = "state_batch_indices" if dst_state_batch_indices is None else "dst_state_batch_indices"
         check_distinct(name, targets[busy])
-    into = None if out is None else written("out", out, given, (HOST.view(out, "out").dtype.name,))
+    into = None if out is None else Written.of("out", out, given)
 
     def rows(array: Any) -> Any:
         return array[busy].reshape(len(busy) * tokens, *array.shape[len(outer) :])
 
+    with np.errstate(over="ignore"):
+        decays = np.exp(rates * steps)
     found = recurrence(
         "selective_scan",
         rows(of_c),
         rows(of_b),
         rows(inputs),
-        rows(np.exp(rates * steps)),
+        rows(decays),
         rows(steps),
-        np.asarray(held)[sources[busy]].astype(np.float32).swapaxes(2, 3),
+        held.view[sources[busy]].astype(np.float32).swapaxes(2, 3),
         [tokens] * len(busy),
     )
     y = np.zeros(given, np.float32)
@@ -157,17 +164,17 @@ def selective_state_update(
     y += floats("D", D, [heads, width]) * inputs
     if z is not None:
         gate = floats("z", z, given)
-        y *= gate / (1 + np.exp(-gate))
+        y *= gate * sigmoid(gate)
     idle = np.ones(requests, bool)
     idle[busy] = False
     y[idle] = 0
-    results: list[tuple[str, Any, Any, Any]] = [] if into is None else [("out", out, into, y)]
-    if updates and tokens:
-        after = np.array(held)
-        after[targets[busy]] = found.after.swapaxes(2, 3).astype(after.dtype)
-        results.append(("state", state, held, after))
+    results: list[tuple[Written, Any, Any]] = [] if into is None else [(into, ..., y)]
+    if updates:
+        results.append((held, targets[busy], found.after.swapaxes(2, 3)))
+    else:
+        read["state"] = state
     write_all(results, read)
-    return HOST.like(x, y.astype(HOST.view(x, "x").dtype)) if out is None else out
+    return like(x, y) if out is None else out
 
 
 def _of_heads(name: str, array: Any, axis: int) -> Any:
