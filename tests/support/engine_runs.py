@@ -6,14 +6,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
+import numpy as np
 import tokenizers
 
 from paged_kv.engine.engine import Engine
 from paged_kv.engine.interfaces import compile_structure
 from paged_kv.engine.requests import Output, Sampling
 from paged_kv.structured_output import StructureCompiler
-from support.fake_model import VOCAB, alone
+from support.fake_model import VOCAB, FakeModel, alone
 
 KINDS = [
     Sampling(30),
@@ -146,3 +148,26 @@ class Ledger:
                     assert text == letters if whole else letters.startswith(text), (number, sample)
         assert errors <= most_errors, f"{errors} samples failed, of {most_errors} that might"
         return errors
+
+
+class Chat:
+    """An engine around a `FakeModel`, one prompt after the other, and how many tokens it computes."""
+
+    def __init__(self, model: FakeModel, **options: Any) -> None:
+        self.model, self.engine = model, Engine(model, **options)
+        self.text: list[int] = []
+        """The last prompt and what its first sample wrote."""
+
+    def computed(self, prompt: list[int], new: int = 1, n: int = 1) -> int:
+        """The tokens of the prompt that were not found; texts are those of lone runs."""
+        before, sampling = self.model.computed, Sampling(new, 1.0, seed=3)
+        number = self.engine.add_request(prompt, sampling, n)
+        found = run(self.engine)
+        for sample in range(n):
+            assert found[number, sample] == alone(prompt, sampling, sample)
+        self.text = [*prompt, *found[number, 0]]
+        return self.model.computed - before - n * (new - 1)
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB, count).tolist()

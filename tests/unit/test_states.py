@@ -2,7 +2,6 @@
 
 from contextlib import suppress
 
-import numpy as np
 import pytest
 
 from paged_kv.engine.disk_tier import DiskTier
@@ -10,71 +9,54 @@ from paged_kv.engine.engine import Engine
 from paged_kv.engine.requests import Sampling
 from paged_kv.errors import ContractError, IntegrityError, PoolExhausted
 from paged_kv.pool import PagePool, PrefixCache
-from support.engine_runs import run
-from support.fake_model import VOCAB, FakeDraft, FakeModel, alone
+from support.engine_runs import Chat, run, tokens
+from support.fake_model import FakeDraft, FakeModel, alone
 
 
-class Chat:
-    """An engine of a hybrid model, and how many tokens it computes."""
-
-    def __init__(self, num_pages=64, num_states=32, **options):
-        self.model = FakeModel(num_pages, 4, num_states=num_states)
-        self.engine = Engine(self.model, **options)
-
-    def computed(self, prompt, new=1, n=1):
-        """The tokens of the prompt that were not found; texts are those of lone runs."""
-        before, sampling = self.model.computed, Sampling(new, 1.0, seed=3)
-        number = self.engine.add_request(prompt, sampling, n)
-        found = run(self.engine)
-        for sample in range(n):
-            assert found[number, sample] == alone(prompt, sampling, sample)
-        self.text = [*prompt, *found[number, 0]]
-        return self.model.computed - before - n * (new - 1)
-
-
-def tokens(count, seed=0):
-    return np.random.default_rng(seed).integers(0, VOCAB, count).tolist()
+def begun(num_pages=64, num_states=32, **options):
+    """A chat with a hybrid model, pages of 4."""
+    return Chat(FakeModel(num_pages, 4, num_states=num_states), **options)
 
 
 def test_a_prompt_goes_on_from_the_last_full_page_of_the_turn_before():
-    chat = Chat()
+    chat = begun()
     assert chat.computed(tokens(21), new=10) == 21
     assert chat.computed([*chat.text, *tokens(5, 1)]) == 36 - 28  # of 31 tokens the last has no K and V
 
 
 def test_the_same_prompt_again_is_its_last_page():
     for count, last in ((21, 1), (20, 4)):
-        chat = Chat()
+        chat = begun()
         assert [chat.computed(tokens(count)) for _ in range(2)] == [count, last]
 
 
 def test_where_two_prompts_part_the_third_begins():
-    chat = Chat()
+    chat = begun()
     prompts = [[*tokens(13), *tokens(17, seed)] for seed in (1, 2, 3)]
     assert [chat.computed(prompt) for prompt in prompts] == [30, 30, 18]
 
 
 def test_a_long_prompt_has_checkpoints_in_between():
-    chat = Chat(num_states=8)  # one in 64 tokens
+    chat = begun(num_states=8)  # one in 64 tokens
     assert chat.computed(tokens(200)) == 200
     assert chat.computed([*tokens(200)[:150], *tokens(10, 1)]) == 160 - 128
 
 
 def test_a_text_that_is_written_replaces_its_checkpoint():
-    chat = Chat(num_states=8)
+    chat = begun(num_states=8)
     chat.computed(tokens(5), new=50)
     assert chat.engine.pool.count_states().cached == 2  # of the prompt, and of the last full page
     assert chat.computed(chat.text[:10]) == 10 - 4
 
 
 def test_two_slots_are_enough_for_one_request_after_the_other():
-    chat = Chat(num_states=2)
+    chat = begun(num_states=2)
     assert [chat.computed(tokens(21), new=30) for _ in range(2)] == [21, 21]
     assert chat.computed(tokens(9), n=3) >= 9
 
 
 def test_samples_of_a_prompt_go_on_from_its_state():
-    chat = Chat()
+    chat = begun()
     assert chat.computed(tokens(21), new=12, n=4) == 21
 
 
@@ -89,19 +71,19 @@ def test_drafts_that_were_wrong_leave_the_state_after_the_last_right_one():
 
 def test_a_restart_finds_pages_and_state_on_the_disk(tmp_path):
     disk = DiskTier(tmp_path / "pages", 1 << 20)
-    first = Chat(disk=disk)
+    first = begun(disk=disk)
     assert first.computed(tokens(21), new=10) == 21
     first.engine.flush()
-    again = Chat(disk=disk)
+    again = begun(disk=disk)
     assert again.computed([*first.text, *tokens(5, 1)]) == 36 - 28
     assert again.engine.tokens_restored == 28
     for file in (tmp_path / "pages").glob("*.state"):  # without them no page is of use
         file.unlink()
-    assert Chat(disk=disk).computed(first.text) == 31
+    assert begun(disk=disk).computed(first.text) == 31
 
 
 def test_a_file_of_a_prefix_has_its_state(tmp_path):
-    first, again = Chat(), Chat()
+    first, again = begun(), begun()
     first.computed(tokens(22))
     assert first.engine.save_prefix(tmp_path / "file", tokens(22)) == 20
     assert again.engine.load_prefix(tmp_path / "file") == 20

@@ -9,43 +9,29 @@ from paged_kv.engine.requests import Sampling
 from paged_kv.errors import CheckpointError, ContractError
 from paged_kv.options import NO_PAGE
 from paged_kv.pool import PagePool, PrefixCache, WindowPages
-from support.engine_runs import run
+from support.engine_runs import Chat, run, tokens
 from support.fake_model import FakeDraft, FakeModel, alone
-from unit.test_states import tokens
 
 WINDOW = 6  # tokens before its own; pages of 4
 
 
-class Chat:
-    """An engine of a model with pages of windows, and how many tokens it computes."""
-
-    def __init__(self, num_pages=64, num_window_pages=32, **options):
-        self.model = FakeModel(num_pages, 4, window=WINDOW, num_window_pages=num_window_pages)
-        self.engine = Engine(self.model, **options)
-
-    def computed(self, prompt, new=1, n=1):
-        """The tokens of the prompt that were not found; texts are those of lone runs."""
-        before, sampling = self.model.computed, Sampling(new, 1.0, seed=3)
-        number = self.engine.add_request(prompt, sampling, n)
-        found = run(self.engine)
-        for sample in range(n):
-            assert found[number, sample] == alone(prompt, sampling, sample)
-        self.text = [*prompt, *found[number, 0]]
-        return self.model.computed - before - n * (new - 1)
+def begun(num_pages=64, num_window_pages=32, **options):
+    """A chat with a model that has pages of windows."""
+    return Chat(FakeModel(num_pages, 4, window=WINDOW, num_window_pages=num_window_pages), **options)
 
 
 def test_a_long_text_has_the_pages_of_its_window_alone():
-    chat = Chat(num_window_pages=least_window_pages(WINDOW, 4))
+    chat = begun(num_window_pages=least_window_pages(WINDOW, 4))
     assert chat.computed(tokens(90), new=100) == 90
     assert chat.computed(chat.text, new=3, n=2) < 190
 
 
 def test_a_prompt_goes_on_where_the_pages_of_its_window_are_known():
-    chat = Chat()
+    chat = begun()
     chat.computed(tokens(41), new=10)
     assert chat.computed([*chat.text, *tokens(5, 1)]) == 56 - 48
     assert chat.computed(tokens(41)) == 1
-    few = Chat(num_window_pages=4)
+    few = begun(num_window_pages=4)
     few.computed(tokens(41))
     few.computed(tokens(41, 1))  # takes those pages
     assert few.computed(tokens(41)) == 41
@@ -53,7 +39,7 @@ def test_a_prompt_goes_on_where_the_pages_of_its_window_are_known():
 
 
 def test_pages_of_windows_that_were_computed_again_are_known_again():
-    chat = Chat(num_window_pages=6)
+    chat = begun(num_window_pages=6)
     prompt = tokens(41)
     for other in (2, 3):
         chat.computed(prompt)
@@ -64,10 +50,10 @@ def test_pages_of_windows_that_were_computed_again_are_known_again():
 
 def test_a_restart_finds_pages_of_windows_on_the_disk(tmp_path):
     disk = DiskTier(tmp_path / "pages", 1 << 20)
-    first = Chat(disk=disk)
+    first = begun(disk=disk)
     first.computed(tokens(41), new=10)
     first.engine.flush()
-    again = Chat(disk=disk)
+    again = begun(disk=disk)
     assert again.computed([*first.text, *tokens(5, 1)]) == 56 - 48
     assert again.engine.tokens_restored == 48
     again.engine.flush()
@@ -75,24 +61,24 @@ def test_a_restart_finds_pages_of_windows_on_the_disk(tmp_path):
     assert len(files) == 14
     for file in files:
         file.unlink()
-    assert Chat(disk=disk).computed(first.text) == 51
+    assert begun(disk=disk).computed(first.text) == 51
 
 
 def test_a_page_of_windows_that_is_missing_shortens_what_is_restored(tmp_path):
     """A token after page 9 sees pages 8 and 9, one after page 7 none of them."""
     disk = DiskTier(tmp_path / "pages", 1 << 20)
-    first = Chat(disk=disk)
+    first = begun(disk=disk)
     first.computed(tokens(41))
     first.engine.flush()
     pages = first.engine._disk
     chain = [pages.root(None)]
     pages.grow(chain, tokens(41), 10)
     (tmp_path / "pages" / f"{chain[9].hex()}.window").unlink()
-    assert Chat(disk=disk).computed(tokens(41)) == 41 - 32
+    assert begun(disk=disk).computed(tokens(41)) == 41 - 32
 
 
 def test_what_is_restored_goes_on_from_pages_of_windows_in_memory(tmp_path):
-    chat = Chat(num_pages=12, disk=DiskTier(tmp_path / "pages", 1 << 20))
+    chat = begun(num_pages=12, disk=DiskTier(tmp_path / "pages", 1 << 20))
     assert chat.computed(tokens(41)) == 41
     chat.engine.flush()
     chat.computed(tokens(9, 1))  # takes the last page of those
@@ -101,7 +87,7 @@ def test_what_is_restored_goes_on_from_pages_of_windows_in_memory(tmp_path):
 
 
 def test_a_file_of_a_prefix_has_the_pages_of_its_window(tmp_path):
-    first, again = Chat(), Chat(num_window_pages=4)
+    first, again = begun(), begun(num_window_pages=4)
     first.computed(tokens(42))
     assert first.engine.save_prefix(tmp_path / "file", tokens(42)) == 40
     assert again.engine.load_prefix(tmp_path / "file") == 40
