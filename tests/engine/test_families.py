@@ -3,7 +3,10 @@
 import pytest
 from max.dtype import DType
 
-from paged_kv.errors import CheckpointError
+from paged_kv.engine.model import DecoderModel
+from paged_kv.engine.tree_model import TreeModel
+from paged_kv.errors import CheckpointError, ContractError
+from paged_kv.serve.cache_size import cache_size_of
 from support.checkpoints import CONFIG, read_config
 from support.families import CASES, PAGES, PROMPTS, assert_logits, engine_texts, make_cases, norm_error
 from support.llama_family import Member, load_family
@@ -43,6 +46,46 @@ def test_texts_in_company_are_those_of_each_prompt_alone(models, name):
     """
     alone = [engine_texts(models[name], [prompt], 40)[0] for prompt in PROMPTS]
     assert engine_texts(models[name], PROMPTS, 40, max_step_tokens=24, speculate="lookup", num_pages=12) == alone
+
+
+def test_what_pages_of_windows_do_not_do_is_refused(models):
+    model, sizes = models["gemma3"], {"dtype": DType.float32, "num_pages": 8, "page_size": 16}
+    assert model.window_page_bytes > model.page_bytes > 0
+    with pytest.raises(ContractError, match="num_window_pages must be at least"):
+        DecoderModel(model.config, {}, **sizes, num_window_pages=1)
+    with pytest.raises(ContractError, match="num_window_pages must be at least"):  # its layers have heads of two kinds
+        DecoderModel(models["gemma4"].config, {}, **sizes, num_window_pages=0)
+    with pytest.raises(ContractError, match="model: trees run over pages of all layers"):
+        TreeModel(model)
+
+
+@pytest.mark.parametrize(
+    ("pages", "memory", "windows"), [(2000, None, 4 * 4 + 128), (40, None, 40), (None, 10_000_000, 4 * 4 + 128)]
+)
+def test_a_server_divides_its_memory_between_pages(models, pages, memory, windows):
+    """Of windows there are as many as four requests and a step need, and no more than others."""
+    config, sizes = models["gemma4"].config, {"page_size": 16, "requests": 4, "free": 10**9}
+    size = cache_size_of(config, DType.float32, None, pages=pages, memory=memory, **sizes)
+    assert size.num_window_pages == windows
+    assert size.bytes == size.num_pages * size.page_bytes + windows * size.window_page_bytes
+    assert memory is None or memory - size.page_bytes < size.bytes <= memory
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"use_bidirectional_attention": "all"}, 'use_bidirectional_attention = "all": is not supported'),
+        ({"num_kv_shared_layers": 1, "num_hidden_layers": 2}, "num_kv_shared_layers = 1: each kind of layer must have"),
+        ({"per_layer_config": {"0": {"head_dim": 32}}}, "per_layer_config.0 = .*: a layer with a window has the heads"),
+        (
+            {"num_hidden_layers": 12, "per_layer_config": {"5": {"head_dim": 32}}},
+            "per_layer_config = .*: all layers without a window must have the same heads",
+        ),
+    ],
+)
+def test_what_gemma4_does_not_compute_is_refused(tmp_path, said, message):
+    with pytest.raises(CheckpointError, match=message):
+        read_config(tmp_path, architectures=["Gemma4ForCausalLM"], **said)
 
 
 def test_a_window_of_mistral_is_there_unless_it_is_null(tmp_path):
