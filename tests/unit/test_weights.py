@@ -7,13 +7,14 @@ import json
 import pytest
 import torch
 from max.dtype import DType
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from paged_kv.checkpoint import weights
 from paged_kv.checkpoint.config import load_config
 from paged_kv.checkpoint.weights import INDEX_FILE, SINGLE_FILE, open_checkpoint, progress_bar
 from paged_kv.graphs.models.tensors import expected_tensors
 from support.checkpoints import TORCH, assert_same, bits, make_checkpoint, random_tensors, raw_safetensors, read_config
+from support.families import make_case
 from support.refusals import refused
 
 NORM = "model.norm.weight"
@@ -242,3 +243,15 @@ def test_broken_shards_are_refused(sharded, change, message):
         else:
             file.write_bytes((folder / content).read_bytes() if name != INDEX_FILE else content.encode())
     refuse(folder, config, message)
+
+
+def test_projections_that_shared_layers_have_and_do_not_use(tmp_path):
+    """Gemma 4's own files have K and V of layers that see those of others; transformers writes none."""
+    make_case("gemma4", tmp_path)
+    tensors = load_file(tmp_path / SINGLE_FILE)
+    unused = {f"model.layers.3.self_attn.{name}.weight": torch.ones(16, 64) for name in ("k_proj", "v_proj")}
+    save_file(tensors | unused, tmp_path / SINGLE_FILE)
+    config = load_config(tmp_path)
+    assert not open_checkpoint(tmp_path).load(config, DType.float32).keys() & unused.keys()
+    save_file(tensors | {name.replace("3", "7"): tensor for name, tensor in unused.items()}, tmp_path / SINGLE_FILE)
+    refused(open_checkpoint(tmp_path).load, config, DType.float32, match="layers.7.self_attn.k_proj.weight is no part")
