@@ -63,7 +63,7 @@ def test_what_pages_of_windows_do_not_do_is_refused(models):
     ("pages", "memory", "windows"), [(2000, None, 4 * 4 + 128), (40, None, 40), (None, 10_000_000, 4 * 4 + 128)]
 )
 def test_a_server_divides_its_memory_between_pages(models, pages, memory, windows):
-    """Of windows there are as many as four requests and a step need, and no more than others."""
+    """Four requests and a step say how many pages of windows there are, and no more than others."""
     config, sizes = models["gemma4"].config, {"page_size": 16, "requests": 4, "free": 10**9}
     size = cache_size_of(config, DType.float32, None, pages=pages, memory=memory, **sizes)
     assert size.num_window_pages == windows
