@@ -232,12 +232,21 @@ def _loaded(wanted: Kernel, sources: Path | None, path: Path | None = None) -> F
     with _STATE.loading:
         if (sources, wanted) not in _FUNCTIONS:
             library = wanted.library
-            # An op of a graph looks for its kernel among the names that all of the process sees.
-            loaded = ctypes.CDLL(str(path or _path(library)), mode=ctypes.RTLD_GLOBAL)
+            path = path or (_path(library) if sources is None else _built_from(sources, library))
+            # An op of a graph, and the team of threads, look for functions among the names that all of the process
+            # sees.
+            loaded = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
             for kind in library.kinds:
                 each = library.kernel(kind)
                 _FUNCTIONS[sources, each] = _function(loaded, each.name)
     return _FUNCTIONS[sources, wanted]
+
+
+def _built_from(sources: Path, library: Library) -> Path:
+    """Builds a library from other sources than the package's, for this process alone."""
+    path = Path(tempfile.mkdtemp(dir=_own_folder()), "library.so")
+    build_library(library, path, apply_cpu_target(), package=sources)
+    return path
 
 
 def _function(library: ctypes.CDLL, name: str) -> Function:
@@ -333,7 +342,9 @@ def _own_folder() -> str:
     return _OWN[0].name
 
 
-def build_library(library: Library, path: Path, target: str | None, *, by_itself: bool = False) -> None:
+def build_library(
+    library: Library, path: Path, target: str | None, *, by_itself: bool = False, package: Path | None = None
+) -> None:
     """Builds a library for a CPU target, or for this CPU.
 
     Args:
@@ -342,6 +353,7 @@ def build_library(library: Library, path: Path, target: str | None, *, by_itself
         target: LLVM's name of the CPU; None for this one.
         by_itself: Whether no other library is expected. The sources of the package are packed once for all libraries,
             which takes longer than what one library gains by it.
+        package: The folder of the Mojo sources; the package's where None.
 
     Raises:
         OSError: a file cannot be written.
@@ -349,7 +361,7 @@ def build_library(library: Library, path: Path, target: str | None, *, by_itself
     """
     a, b, c = library.dtypes
     defined = ["PAGED_KV_LIBRARY", f"A={a}", f"B={b}", f"C={c}", f"MASK={library.mask}"]
-    package = kernels()
+    package = package or kernels()
     _STATE.has_built = True
     if not by_itself or is_packed(package):
         with _STATE.packing:  # once, where several are built
