@@ -57,6 +57,7 @@ CHOICES: dict[str, Choice] = {
     "linear_streams": Choice(("1", "2", "4", "8"), ("linear-4",)),
     "linear_row_prefetch": Choice(("0", "1", "2"), ("linear-1",)),
     "linear_prefetch": Choice(("0", "1", "2"), ("linear-4", "linear-8")),
+    "blocks_ahead": Choice(("0", "1", "2", "3", "4"), ("linear-q8_0-1", "linear-q4_k-1", "linear-q8_0-8")),
 }
 """By field of `CpuTuning`, in the order in which they are tried."""
 

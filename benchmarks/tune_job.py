@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from paged_kv.bench.case_kinds import AttentionCase, Case, LinearCase
+from benchmarks.decode_cpu.cases import CASES as EVERY_CASE
+from benchmarks.decode_cpu.quantised import QuantisedCase
+from paged_kv.bench.case_kinds import Case, LinearCase
 from paged_kv.bench.cases import CASES
 from paged_kv.bench.job import take_turns
-from paged_kv.bench.ours import OursAttention, OursLinear
+from paged_kv.bench.ours import OursAttention, OursLinear, make_ours
 from paged_kv.bench.problems import problem_of
 from paged_kv.graphs import ops
 from paged_kv.runtime.session import Runtime
@@ -30,8 +32,10 @@ from paged_kv.runtime.session import Runtime
 TUNE_CASES: dict[str, Case] = {
     **{case.name: case for case in CASES},
     "linear-4": LinearCase("linear-4", "linear bf16, 8192 x 4096, 4 rows", rows=4),
+    **{case.name: case for case in EVERY_CASE if isinstance(case, QuantisedCase)},
 }
-"""Cases that may decide a field: the benchmark's grid, and the most rows for which the linear layer's fields count."""
+"""Cases that may decide a field: the benchmark's grid, the most rows for which the linear layer's fields count, and
+weights in blocks."""
 
 BLOCK = 0.02
 """Seconds of runs that are timed together."""
@@ -43,9 +47,9 @@ def measure(case: Case, folders: Sequence[Path], repeats: int, seed: int) -> lis
     What is timed are some runs in succession, because one alone varies by 10 %. A ratio within a turn needs no read of
     memory beside it: the same build against itself differed by 0.4 %, in units of a read right after it by up to 5 %.
     """
-    kind = OursAttention if isinstance(case, AttentionCase) else OursLinear
     problem: Any = problem_of(case, seed)
-    first: OursAttention | OursLinear = kind()
+    first = make_ours(case)
+    assert isinstance(first, OursAttention | OursLinear)
     systems: list[OursAttention | OursLinear] = []
     for folder in folders:
         with patch.object(ops, "files", lambda _, folder=folder: folder):  # where `kernels()` looks

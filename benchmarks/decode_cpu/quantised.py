@@ -143,7 +143,8 @@ class OursQuantised(OursLinear):
         self._mask = 1 << encoding
 
     def run(self, i: int) -> None:
-        (self._y,) = multiply("quantised_linear", self._x, self._weights[i % len(self._weights)], mask=self._mask)
+        weights = self._weights[i % len(self._weights)]
+        (self._y,) = multiply("quantised_linear", self._x, weights, mask=self._mask, sources=self.sources)
 
 
 class OursExperts(Ours):

@@ -25,6 +25,9 @@ struct CpuTuning(TrivialRegisterPassable):
     """The cache that each such group of rows prefetches the next into, for one row of x: 1, 2, or 0 for none."""
     var linear_prefetch: Int
     """The same for 2 to 8 rows of x."""
+    var blocks_ahead: Int
+    """Tiles by which blocks of quantised weights are prefetched into the first-level cache, each row's own; 0: the next
+    section's into the second, in the order of memory."""
 
 
 def tuning_of(family: StringSlice) -> CpuTuning:
@@ -41,6 +44,7 @@ def tuning_of(family: StringSlice) -> CpuTuning:
             linear_streams=1,
             linear_row_prefetch=1,
             linear_prefetch=1,
+            blocks_ahead=0,
         )
     # AMD EPYC, 2 CPUs (avx2 avx512f avx512_bf16), 2026-11-24
     if family == "znver4":
@@ -54,6 +58,7 @@ def tuning_of(family: StringSlice) -> CpuTuning:
             linear_streams=8,
             linear_row_prefetch=0,
             linear_prefetch=2,
+            blocks_ahead=0,
         )
     # Intel Xeon without AMX (Emerald Rapids), 2 CPUs (avx2 avx512f avx512_bf16), 2026-11-23
     if family == "cooperlake":
@@ -67,6 +72,7 @@ def tuning_of(family: StringSlice) -> CpuTuning:
             linear_streams=8,
             linear_row_prefetch=1,
             linear_prefetch=1,
+            blocks_ahead=3,
         )
     return CpuTuning(
         fast_bf16_dot=False,
@@ -78,4 +84,5 @@ def tuning_of(family: StringSlice) -> CpuTuning:
         linear_streams=8,
         linear_row_prefetch=1,
         linear_prefetch=1,
+        blocks_ahead=3,
     )

@@ -34,41 +34,50 @@ def int8_dot[signed: Bool](sums: IntVector, w: ByteVector, x: Int32) -> IntVecto
         w: `[16 rows, 4]`.
         x: Four elements from -127 to 127, the first in the lowest byte.
     """
-    comptime if HAS_VNNI_512:
-        comptime assert not signed, "signed weights are stored plus 128"
-        return llvm_intrinsic["llvm.x86.avx512.vpdpbusd.512", IntVector](
-            sums, w, bitcast[DType.uint8, 64](IntVector(x))
-        )
-    elif HAS_VNNI_256:
-        comptime assert not signed, "signed weights are stored plus 128"
-        var xs = bitcast[DType.uint8, 32](SIMD[DType.int32, 8](x))
-        comptime Half = SIMD[DType.int32, 8]
-        var low = llvm_intrinsic["llvm.x86.avx512.vpdpbusd.256", Half](sums.slice[8](), w.slice[32](), xs)
-        var high = llvm_intrinsic["llvm.x86.avx512.vpdpbusd.256", Half](
-            sums.slice[8, offset=8](), w.slice[32, offset=32](), xs
-        )
-        return low.join(high)
-    elif HAS_AVX512:
-        return sums + rebind[IntVector](multiply_add[signed, 64](w, x))
-    elif HAS_AVX2:
-        var low = multiply_add[signed, 32](w.slice[32](), x)
-        var high = multiply_add[signed, 32](w.slice[32, offset=32](), x)
-        return sums + rebind[IntVector](low.join(high))
+    comptime if HAS_AVX2:
+        return int8_dot[signed](sums, w, bitcast[DType.int8, 64](IntVector(x)))
     else:
         return sums + multiply_wide[signed](w, x)
 
 
 @always_inline
-def multiply_add[signed: Bool, bytes: Int](w: SIMD[DType.uint8, bytes], x: Int32) -> SIMD[DType.int32, bytes // 4]:
+def int8_dot[signed: Bool](sums: IntVector, w: ByteVector, x: SIMD[DType.int8, 64]) -> IntVector:
+    """`sums[i]` plus the products of `w[4 i]` to `w[4 i + 3]` by those of `x`, elements from -127 to 127: with AVX2."""
+    comptime if HAS_VNNI_512:
+        comptime assert not signed, "signed weights are stored plus 128"
+        return llvm_intrinsic["llvm.x86.avx512.vpdpbusd.512", IntVector](sums, w, bitcast[DType.uint8, 64](x))
+    elif HAS_VNNI_256:
+        comptime assert not signed, "signed weights are stored plus 128"
+        comptime Half = SIMD[DType.int32, 8]
+        var xs = bitcast[DType.uint8, 64](x)
+        var low = llvm_intrinsic["llvm.x86.avx512.vpdpbusd.256", Half](sums.slice[8](), w.slice[32](), xs.slice[32]())
+        var high = llvm_intrinsic["llvm.x86.avx512.vpdpbusd.256", Half](
+            sums.slice[8, offset=8](), w.slice[32, offset=32](), xs.slice[32, offset=32]()
+        )
+        return low.join(high)
+    elif HAS_AVX512:
+        return sums + rebind[IntVector](multiply_add[signed, 64](w, x))
+    else:
+        var low = multiply_add[signed, 32](w.slice[32](), x.slice[32]())
+        var high = multiply_add[signed, 32](w.slice[32, offset=32](), x.slice[32, offset=32]())
+        return sums + rebind[IntVector](low.join(high))
+
+
+@always_inline
+def multiply_add[
+    signed: Bool, bytes: Int
+](w: SIMD[DType.uint8, bytes], x: SIMD[DType.int8, bytes]) -> SIMD[DType.int32, bytes // 4]:
     """The sums of four products by `vpmaddubsw` and `vpmaddwd`. Two products of 128 by 127 fit 16 bits."""
     comptime Words = SIMD[DType.int16, bytes // 2]
     comptime Sums = SIMD[DType.int32, bytes // 4]
-    var xs = bitcast[DType.int8, bytes](Sums(x))
+    var xs = x
     var ws = w
     comptime if signed:
-        var negative = bitcast[DType.int8, bytes](w).lt(0)
-        xs = negative.select(-xs, xs)
-        ws = negative.select(-w, w)
+        comptime if bytes == 32:
+            xs = llvm_intrinsic["llvm.x86.avx2.psign.b", SIMD[DType.int8, bytes]](x, w)
+        else:
+            xs = bitcast[DType.int8, bytes](w).lt(0).select(-x, x)
+        ws = bitcast[DType.uint8, bytes](abs(bitcast[DType.int8, bytes](w)))
     var pairs: Words
     var sums: Sums
     comptime if bytes == 64:

@@ -103,6 +103,7 @@ struct Q8_0(Encoding):
     comptime OFFSET = SIGNED_OFFSET
     comptime OFFSET_BY_MINS = False
     comptime HAS_MINS = False
+    comptime BYTES_AT = 2
 
     @staticmethod
     @always_inline

@@ -8,7 +8,6 @@ from ...isa.amx import HAS_AMX_INT8
 from ...isa.amx_tiles import AMX_TILE_ROWS
 from ...isa.convert import FloatVector
 from ...isa.int8_dot import ByteVector, DOT_ROWS, HAS_AVX512, IntVector, int16_pair_dot, int8_dot
-from ...isa.memory import CACHE_LINE_BYTES
 from .activations import (
     RECORD_BYTES,
     RECORD_SCALES,
@@ -22,7 +21,7 @@ from .activations import (
 )
 from .amx import multiply_group
 from .encoding import Encoding
-from .tile import BytePointer, CHUNK_LINES, Raw, STEPS, Tile, Unpacked, Words, prefetch_line
+from .tile import BytePointer, CHUNK_LINES, Coming, Raw, STEPS, Tile, Unpacked, Words, lines_of
 
 comptime Sums = Pointer[FloatVector, MutUntrackedOrigin]
 comptime MOST_ROWS = AMX_TILE_ROWS if HAS_AMX_INT8 else 8 if HAS_AVX512 else 4
@@ -33,7 +32,7 @@ comptime FUSED_ROWS = 8 if HAS_AVX512 else 2
 
 def multiply[
     E: Encoding
-](tile: Tile, x: BytePointer, rows: Int, sums: Sums, coming: BytePointer, amx: Bool, scratch: BytePointer):
+](tile: Tile, x: BytePointer, rows: Int, sums: Sums, coming: Coming, amx: Bool, scratch: BytePointer):
     """Adds the products of the tile by `rows` rows of x, up to `MOST_ROWS`, to `sums` `[rows]`.
 
     Parameters:
@@ -44,7 +43,7 @@ def multiply[
         x: The rows' records of these 256 elements.
         rows: The rows of x.
         sums: The sums of each row of x.
-        coming: What to prefetch: the second half of as many bytes as the tile's blocks have.
+        coming: What to prefetch the second half of.
         amx: Whether this thread's tile registers have the shapes of `multiply_group`.
         scratch: `2 TURN_BYTES` for AMX, from the start of a cache line on.
     """
@@ -65,14 +64,14 @@ def multiply[
 @always_inline
 def multiply_side[
     E: Encoding, rows: Int, *, on_tiles: Bool = False
-](tile: Tile, x: BytePointer, sums: Sums, coming: BytePointer, scratch: BytePointer):
+](tile: Tile, x: BytePointer, sums: Sums, coming: Coming, scratch: BytePointer):
     comptime groups = 256 // E.GROUP
     var totals = Array[FloatVector, rows](fill=0)
     comptime if not E.ROUNDS_BLOCKS:
         comptime for r in range(rows):
             totals[r] = sums[unsafe_offset=r]
     comptime begun = CHUNK_LINES * (E.BYTES // 16)
-    comptime lines = ceildiv(E.BYTES // 4 - begun, groups)
+    comptime lines = ceildiv(lines_of(E.BYTES) - begun, groups)
     comptime turns = 2 if on_tiles else 1
     comptime if on_tiles:
         multiply_group[E.GROUP, 0](tile.at, x, scratch)
@@ -87,7 +86,7 @@ def multiply_side[
                         scratch,
                     )
             comptime for line in range(lines):
-                prefetch_line(coming.unsafe_offset(CACHE_LINE_BYTES * (begun + lines * group + line)))
+                coming.prefetch(begun + lines * group + line)
             var products = Array[IntVector, rows](fill=0)
             comptime for r in range(rows):
                 products[r] = start_of[E](x.unsafe_offset(r * RECORD_BYTES), group)
@@ -126,8 +125,8 @@ struct RowProducts[E: Encoding, rows: Int](Unpacked):
 
     var x: BytePointer
     """The rows' records."""
-    var coming: BytePointer
-    """The bytes to prefetch: the second half of as many bytes as the blocks have."""
+    var coming: Coming
+    """The blocks to prefetch the second half of."""
     var totals: Array[FloatVector, Self.rows]
     var products: Array[IntVector, Self.rows * Self.GROUPS]
     """A few of them at a time are in use."""
@@ -140,11 +139,13 @@ struct RowProducts[E: Encoding, rows: Int](Unpacked):
 
     comptime GROUPS = 256 // Self.E.GROUP
     comptime BEGUN = CHUNK_LINES * (Self.E.BYTES // 16)
-    comptime STEPS_OF_LINE = STEPS // (Self.E.BYTES // 4 - Self.BEGUN)
-    """Steps with which a line is prefetched."""
+    comptime LINES_OF_STEP = ceildiv(lines_of(Self.E.BYTES) - Self.BEGUN, STEPS)
+    """Lines that are prefetched with a step, if any."""
+    comptime STEPS_OF_LINES = max(1, STEPS // (lines_of(Self.E.BYTES) - Self.BEGUN))
+    """Every so many steps they are."""
 
     @always_inline
-    def __init__(out self, x: BytePointer, coming: BytePointer):
+    def __init__(out self, x: BytePointer, coming: Coming):
         self.x = x
         self.coming = coming
         self.totals = Array[FloatVector, Self.rows](fill=0)
@@ -162,8 +163,9 @@ struct RowProducts[E: Encoding, rows: Int](Unpacked):
     @always_inline
     def set_step[step: Int](mut self, quads: Words):
         comptime group = 4 * step // Self.E.GROUP
-        comptime if step % Self.STEPS_OF_LINE == 0:
-            prefetch_line(self.coming.unsafe_offset(CACHE_LINE_BYTES * (Self.BEGUN + step // Self.STEPS_OF_LINE)))
+        comptime if step % Self.STEPS_OF_LINES == 0:
+            comptime for line in range(Self.LINES_OF_STEP):
+                self.coming.prefetch(Self.BEGUN + step // Self.STEPS_OF_LINES * Self.LINES_OF_STEP + line)
         comptime for r in range(Self.rows):
             comptime at = group * Self.rows + r
             comptime if step % (Self.E.GROUP // 4) == 0:
@@ -197,7 +199,7 @@ struct RowProducts[E: Encoding, rows: Int](Unpacked):
 
 
 @always_inline
-def multiply_blocks[E: Encoding, rows: Int](raw: Raw, x: BytePointer, sums: Sums, coming: BytePointer):
+def multiply_blocks[E: Encoding, rows: Int](raw: Raw, x: BytePointer, sums: Sums, coming: Coming):
     """Adds the products of what `raw` holds by `rows` rows of x to `sums` `[rows]`, as `multiply` does."""
     var products = RowProducts[E, rows](x, coming)
     comptime if not E.ROUNDS_BLOCKS:

@@ -10,18 +10,21 @@ from ...cache.pointers import RowPointer, untracked
 from ...isa.amx import HAS_AMX_INT8, amx_permitted, tile_release
 from ...isa.amx_tiles import AMX_TILE_ROWS
 from ...isa.convert import FloatVector, narrow
-from ...isa.int8_dot import DOT_ROWS
+from ...isa.cpu_tuning import CPU_TUNING
+from ...isa.int8_dot import DOT_ROWS, HAS_AVX2
 from ...isa.line_counter import LineCounter
 from ...isa.memory import CACHE_LINE_BYTES, align_to_line
 from ...isa.threads import Workers, run_tasks
 from ..experts import Grouping
 from .activations import RECORD_BYTES, RoundedRows, round_rows
 from .amx import TURN_BYTES, configure_group_tiles
+from .byte_rows import ByteRows, SCALE_BYTES
 from .encoding import Encoding
 from .encodings import BLOCK_ENCODINGS, ENCODINGS
 from .multiply import FUSED_ROWS, MOST_ROWS, Sums, multiply, multiply_blocks
 from .tile import (
     BytePointer,
+    Coming,
     MAX_BLOCK_BYTES,
     RAW_BYTES,
     Raw,
@@ -283,8 +286,8 @@ struct Section[dtype: DType](TrivialRegisterPassable):
     """Tiles along K."""
     var memory: BytePointer
     """The thread's: `Section.bytes`."""
-    var coming: BytePointer
-    """The next section, to be prefetched: as many bytes as this one has."""
+    var coming: Coming
+    """The next section, to be prefetched."""
     var amx: Bool
     """True if this thread's tile registers have the shapes of `multiply_group`."""
 
@@ -306,6 +309,20 @@ struct Section[dtype: DType](TrivialRegisterPassable):
         var vectors = sums.unsafe_bitcast[FloatVector]()
         for i in range(tiles * max(m, FUSED_ROWS)):
             vectors[unsafe_offset=i] = 0
+        comptime if E.BYTES_AT >= 0 and HAS_AVX2:
+            if tiles == 1 and m == 1:
+                self.blocks[E](0, 0).take_scales[E](self.scales(0))
+                for column in range(self.columns):
+                    if column + 1 < self.columns:
+                        self.blocks[E](0, column + 1).take_scales[E](self.scales(column + 1))
+                    self.blocks[E](0, column).multiply[E](
+                        self.scales(column),
+                        self.rows.records.unsafe_offset(column * RECORD_BYTES),
+                        vectors,
+                        self.coming_tile[E](0, column, 1),
+                    )
+                self.store(tiles, vectors)
+                return
         comptime for rows in [1, 2, 4, 8]:
             comptime if E.FUSED and rows <= FUSED_ROWS:
                 if tiles == 1 and m <= rows:
@@ -335,29 +352,50 @@ struct Section[dtype: DType](TrivialRegisterPassable):
         self.store(tiles, vectors)
 
     @always_inline
-    def coming_tile[E: Encoding](self, index: Int, column: Int, tiles: Int) -> BytePointer:
-        """Return what to prefetch beside a tile: as many bytes of the next section, in the order of their addresses."""
-        return self.coming.unsafe_offset((column * tiles + index) * DOT_ROWS * E.BYTES)
+    def coming_tile[E: Encoding](self, index: Int, column: Int, tiles: Int) -> Coming:
+        """Return what to prefetch beside a tile."""
+        comptime ahead = CPU_TUNING.blocks_ahead
+        comptime if ahead == 0:
+            return Coming(self.coming.first.unsafe_offset((column * tiles + index) * DOT_ROWS * E.BYTES), 0)
+        var row = DOT_ROWS * index
+        if column + ahead < self.columns:
+            var at = (self.begin + row) * self.member.row_bytes + (column + ahead) * E.BYTES
+            return Coming(self.member.w.unsafe_offset(at), self.member.row_bytes)
+        var at = row * self.coming.pitch + (column + ahead - self.columns) * E.BYTES
+        return Coming(self.coming.first.unsafe_offset(at), self.coming.pitch)
+
+    @always_inline
+    def scales(self, column: Int) -> BytePointer:
+        """The memory of the scales of a tile that is none; those of the next tile are taken a tile before their use,
+        when all have been stored.
+        """
+        return self.memory.unsafe_offset(column % 2 * SCALE_BYTES)
 
     @always_inline
     def tile(self, index: Int) -> Tile:
         return Tile(self.memory.unsafe_offset(Self.TILES + index * TILE_BYTES))
 
     @always_inline
-    def transposed[E: Encoding](self, index: Int, column: Int, coming: BytePointer) -> Raw:
-        """The blocks of tile `index` of the section's rows and of the 256 elements from `256 column` on."""
+    def transposed[E: Encoding](self, index: Int, column: Int, coming: Coming) -> Raw:
+        var raw = Raw(self.memory.unsafe_bitcast[UInt32]())
+        var blocks = self.blocks[E](index, column)
+        raw.transpose[E.BYTES](blocks.first, blocks.pitch, coming)
+        return raw
+
+    @always_inline
+    def blocks[E: Encoding](self, index: Int, column: Int) -> ByteRows:
+        """The blocks of tile `index` of the section's rows and of the 256 elements from `256 column` on; where rows or
+        elements are missing, a copy that ends with zeros.
+        """
         var row = self.begin + DOT_ROWS * index
         var rows = self.end - row
         var first = self.member.w.unsafe_offset(row * self.member.row_bytes + column * E.BYTES)
         var left = self.member.row_bytes - column * E.BYTES
-        var raw = Raw(self.memory.unsafe_bitcast[UInt32]())
         if rows >= DOT_ROWS and left >= E.BYTES:
-            raw.transpose[E.BYTES](first, self.member.row_bytes, coming)
-        else:
-            var copy = self.memory.unsafe_offset(Self.COPY)
-            copy_blocks(first, self.member.row_bytes, min(rows, DOT_ROWS), min(left, E.BYTES), copy, E.BYTES)
-            raw.transpose[E.BYTES](copy, E.BYTES, coming)
-        return raw
+            return ByteRows(first, self.member.row_bytes)
+        var copy = self.memory.unsafe_offset(Self.COPY)
+        copy_blocks(first, self.member.row_bytes, min(rows, DOT_ROWS), min(left, E.BYTES), copy, E.BYTES)
+        return ByteRows(copy, E.BYTES)
 
     def store(self, tiles: Int, sums: Sums):
         """Writes the sums `[tiles, m]` to y."""
@@ -445,11 +483,11 @@ struct ProductList[dtype: DType, mask: Int](TrivialRegisterPassable):
         var depth = product.depth(self.depth)
         var begin = (section - here.start) * depth
         var member = product.member
-        var coming = member.w.unsafe_offset(begin * member.row_bytes)
+        var coming = Coming(member.w.unsafe_offset(begin * member.row_bytes), member.row_bytes)
         if after.product < self.count:
             ref other = self.products[unsafe_offset=after.product]
             var row = (next - after.start) * other.depth(self.depth)
-            coming = other.member.w.unsafe_offset(row * other.member.row_bytes)
+            coming = Coming(other.member.w.unsafe_offset(row * other.member.row_bytes), other.member.row_bytes)
         var own = Section[Self.dtype](
             member,
             product.rows,

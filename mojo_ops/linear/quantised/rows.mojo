@@ -8,7 +8,7 @@ from ...isa.int8_dot import DOT_ROWS
 from ...isa.memory import CACHE_LINE_BYTES, FloatPointer, align_to_line
 from ...isa.threads import Workers, for_rows
 from .encoding import Encoding
-from .tile import BytePointer, MAX_BLOCK_BYTES, RAW_BYTES, Raw, STEPS, TILE_BYTES, TILE_ELEMENTS, Tile
+from .tile import Coming, BytePointer, MAX_BLOCK_BYTES, RAW_BYTES, Raw, STEPS, TILE_BYTES, TILE_ELEMENTS, Tile
 
 
 @fieldwise_init
@@ -56,7 +56,7 @@ struct QuantisedRows(TrivialRegisterPassable):
                 src=self.w.unsafe_offset(row * self.row_bytes + column * E.BYTES),
                 count=min(E.BYTES, self.row_bytes - column * E.BYTES),
             )
-        raw.transpose[E.BYTES](copy, E.BYTES, copy)
+        raw.transpose[E.BYTES](copy, E.BYTES, Coming(copy, E.BYTES))
         var unpacked = tile
         E.unpack(raw, unpacked)
         var left = self.k - column * TILE_ELEMENTS

@@ -6,6 +6,7 @@ from std.sys.intrinsics import PrefetchOptions, prefetch
 from std.utils import IndexList
 
 from ...isa.convert import FloatVector
+from ...isa.cpu_tuning import CPU_TUNING
 from ...isa.int8_dot import DOT_ROWS
 from ...isa.memory import CACHE_LINE_BYTES
 
@@ -147,9 +148,9 @@ struct Raw(TrivialRegisterPassable):
             return (low >> UInt32(place % 4 * 8)) | (high << UInt32(32 - place % 4 * 8))
 
     @always_inline
-    def transpose[block_bytes: Int](self, first: BytePointer, pitch: Int, coming: BytePointer):
+    def transpose[block_bytes: Int](self, first: BytePointer, pitch: Int, coming: Coming):
         """Takes the block at `first`, and those of the next 15 rows, each `pitch` bytes on, and prefetches the
-        first half of as many bytes from `coming` on.
+        first half of `coming`.
 
         Dword `i` of a block becomes vector `i`. Where the bytes are no multiple of 16, the last 16 of them come once
         more, as the last four vectors.
@@ -157,7 +158,7 @@ struct Raw(TrivialRegisterPassable):
         comptime whole = block_bytes // 16
         for chunk in range(whole):
             comptime for line in range(CHUNK_LINES):
-                prefetch_line(coming.unsafe_offset(CACHE_LINE_BYTES * (CHUNK_LINES * chunk + line)))
+                coming.prefetch(CHUNK_LINES * chunk + line)
             self.transpose_chunk(first.unsafe_offset(16 * chunk), pitch, 4 * chunk)
         comptime if block_bytes % 16:
             self.transpose_chunk(first.unsafe_offset(block_bytes - 16), pitch, 4 * whole)
@@ -186,10 +187,30 @@ struct Raw(TrivialRegisterPassable):
         target.unsafe_store(3 * DOT_ROWS, high_01.shuffle[mask=pick(2, True)](high_23))
 
 
-@always_inline
-def prefetch_line(at: BytePointer):
-    """Into the second-level cache: what is prefetched is larger than the first."""
-    prefetch[PrefetchOptions().for_read().medium_locality().to_data_cache()](at)
+@fieldwise_init
+struct Coming(TrivialRegisterPassable):
+    """Blocks to be prefetched while as many others are multiplied, some lines at a time: in one burst they would wait
+    for the buffers of lines under way.
+    """
+
+    var first: BytePointer
+    var pitch: Int
+    """Bytes from a row to the next one."""
+
+    @always_inline
+    def prefetch(self, line: Int):
+        """Prefetches line `line` of all: of 16 rows in turn, or in the order of memory."""
+        comptime if CPU_TUNING.blocks_ahead > 0:
+            var at = self.first.unsafe_offset(line % DOT_ROWS * self.pitch + line // DOT_ROWS * CACHE_LINE_BYTES)
+            prefetch[PrefetchOptions().for_read().high_locality().to_data_cache()](at)
+        else:  # what is prefetched is larger than the first-level cache
+            var at = self.first.unsafe_offset(CACHE_LINE_BYTES * line)
+            prefetch[PrefetchOptions().for_read().medium_locality().to_data_cache()](at)
+
+
+def lines_of(bytes: Int) -> Int:
+    """Return the lines of `Coming` of blocks of so many bytes a row."""
+    return ceildiv(bytes, CACHE_LINE_BYTES) * DOT_ROWS if CPU_TUNING.blocks_ahead > 0 else bytes // 4
 
 
 @always_inline
