@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -36,9 +36,12 @@ def write_folder(problem: StepProblem, folder: Path, dtype: str, ids: Mapping[st
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
 
 
-def write_gguf(problem: StepProblem, path: Path, tokens: Sequence[str] | None = None) -> None:
+def write_gguf(
+    problem: StepProblem, path: Path, tokens: Sequence[str] | None = None, *, plain: Literal["BF16", "F16"] = "BF16"
+) -> None:
     """The model as llama.cpp reads it: norms and routers in float32; a Llama's rotary pairs are adjacent. `tokens` by
-    their ids; the last is the two before it, which no text is encoded to.
+    their ids; the last is the two before it, which no text is encoded to. With `plain` F16 all matrices are float16,
+    in place of bfloat16 and of blocks.
     """
     import gguf
 
@@ -81,10 +84,13 @@ def write_gguf(problem: StepProblem, path: Path, tokens: Sequence[str] | None = 
             continue
         heads = case.heads if "q_proj" in name else case.kv_heads if "k_proj" in name else 0
         rows = bits(array)
+        if plain == "F16":
+            rows = problem.values(name.removesuffix(".weight")).astype(np.float16)
         if heads and not is_mixture:  # the halves of a head, interleaved
             rows = rows.reshape(heads, 2, case.head_dim // 2, -1).swapaxes(1, 2).reshape(rows.shape)
+        encoding = of_file.encoding(name) if of_file is not None and plain == "BF16" else None
         raw = np.ascontiguousarray(rows).view(np.uint8)
-        kind = gguf.GGMLQuantizationType[(of_file and of_file.encoding(name)) or "BF16"]
+        kind = gguf.GGMLQuantizationType[encoding or plain]
         writer.add_tensor(_gguf_name(name), raw, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

