@@ -16,7 +16,7 @@ from paged_kv.bench.peers.base import Peer
 from paged_kv.bench.problems import Array, Problem, StepProblem
 
 KV_PRECISION = "u8"
-"""Of K and V: OpenVINO's default on CPUs."""
+"""That of K and V: OpenVINO's default on CPUs."""
 
 
 class OpenVinoStep(Peer):

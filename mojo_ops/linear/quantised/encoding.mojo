@@ -39,7 +39,7 @@ trait Encoding:
     """True if few rows of x are multiplied as blocks are unpacked. Else a tile is made for them too: where unpacking
     takes longer than the tile's stores, code is compiled once for all numbers of rows."""
     comptime BYTES_AT: Int = -1
-    """Of blocks that are a float16 scale and 32 signed bytes, the place of the bytes; -1: other blocks."""
+    """The place of the bytes in a block of a float16 scale and 32 signed bytes; -1: other blocks."""
     comptime MINS_IN_STEPS: Bool = True
     """True if a group's minimum of `set_min` is in steps of its scale."""
 
