@@ -285,14 +285,18 @@ def test_a_disk_that_fails_turns_the_tier_off_with_one_warning(tmp_path, monkeyp
     engine = engine_on(tmp_path)
     engine.flush()
     calls = [0]
+    holder = disk_tier.os if "." in place else disk_tier
+    works = getattr(holder, place.removeprefix("os."))
 
-    def fails(*arguments, **_):
+    def fails(*arguments, **folders):
+        number = folders.get("src_dir_fd", folders.get("dir_fd", arguments[0]))
+        if not isinstance(number, int) or not os.readlink(f"/proc/self/fd/{number}").startswith(str(tmp_path)):
+            return works(*arguments, **folders)  # an engine of another test is not collected yet
         calls[0] += 1
         if place == "_write_all":
             os.write(arguments[0], arguments[1][:50])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    holder = disk_tier.os if "." in place else disk_tier
     monkeypatch.setattr(holder, place.removeprefix("os."), fails)
 
     def answers():
@@ -303,7 +307,8 @@ def test_a_disk_that_fails_turns_the_tier_off_with_one_warning(tmp_path, monkeyp
 
     with pytest.warns(RuntimeWarning, match=r"the disk tier in .* is off: .*No space") as caught:
         answers()
-    assert sum("the disk tier" in str(each.message) for each in caught) == calls[0] == 1  # garbage may warn too
+    assert sum(f"the disk tier in {tmp_path}" in str(each.message) for each in caught) == 1  # garbage may warn too
+    assert calls[0] == 1
     monkeypatch.undo()
     assert not (tmp_path / "unfinished").exists()
     engine = engine_on(tmp_path)
