@@ -415,6 +415,8 @@ def test_200_requests_in_turns_of_engines_on_one_folder_get_their_own_tokens(tmp
             for _ in range(rng.integers(0, 3)):
                 ledger.outputs += ledger.engine.step()
             ledger.engine.pool.check_integrity()
+            if turn % 10 == 9:
+                ledger.engine.flush()  # a writer on a busy machine would fall behind, and leave little to be found
             if turn % 9 == 5 and not ledger.engine.has_ended(turn):
                 ledger.engine.abort(turn)
                 ledger.aborted.add(turn)
@@ -425,4 +427,4 @@ def test_200_requests_in_turns_of_engines_on_one_folder_get_their_own_tokens(tmp
         restored += ledger.engine.tokens_restored
         ledger.engine.flush()
         assert bytes_in(tmp_path) <= 40_000
-    assert restored > 1000
+    assert restored > 1000, restored
