@@ -16,14 +16,14 @@ from paged_kv.bench.peers.base import Peer
 from paged_kv.bench.problems import Array, Problem, StepProblem
 
 KV_PRECISION = "u8"
-"""That of K and V: OpenVINO's default on CPUs."""
+"""That of K and V."""
 
 
 class OpenVinoStep(Peer):
     """The graph of OpenVINO GenAI's reader, whose attention keeps K and V in the request of the plugin.
 
     Weights of a file of Q8_0 are int8, a scale a row; of Q4_K_M int4, a scale for each 128: what its users compress to.
-    The blocks of a GGUF file it reads too, and takes twice as long. Its cache cannot be cropped: each run sees one more
+    The blocks of a GGUF file it reads too, and is slower. Its cache cannot be cropped: each run sees one more
     token than the last, and the logits that are checked are those after a few tokens.
     """
 
@@ -46,6 +46,7 @@ class OpenVinoStep(Peer):
             model = self._compressed(core.read_model(_converted(problem, Path(folder))))
             settings = {"PERFORMANCE_HINT": "LATENCY", "KV_CACHE_PRECISION": KV_PRECISION}
             self._request: Any = core.compile_model(model, "CPU", settings).create_infer_request()
+        self._past = 0
         self._step(problem.short())
         self._short_logits = self._o
         self._request.reset_state()
@@ -64,8 +65,6 @@ class OpenVinoStep(Peer):
         if file_type == "Q8_0":
             return nncf.compress_weights(model, mode=modes.INT8_SYM)
         return nncf.compress_weights(model, mode=modes.INT4_SYM, group_size=128, all_layers=True)
-
-    _past = 0
 
     def _step(self, tokens: Array) -> None:
         batch, new = tokens.shape
