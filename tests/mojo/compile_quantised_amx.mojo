@@ -5,13 +5,14 @@ from std.sys import argv
 from mojo_ops.linear.quantised.amx import configure_group_tiles
 from mojo_ops.linear.quantised.block_encodings import Q6_K, Q8_0
 from mojo_ops.linear.quantised.multiply import Sums, multiply
-from mojo_ops.linear.quantised.tile import BytePointer, Tile
+from mojo_ops.linear.quantised.tile import BytePointer, Coming, Tile
 
 
 def main():
     var some = len(argv())
     var at = BytePointer(unsafe_from_address=64 * some)
     var sums = at.unsafe_bitcast[SIMD[DType.float32, 16]]()
+    var coming = Coming(at, some)
     configure_group_tiles()
-    multiply[Q8_0](Tile(at), at, some, sums, at, some > 1, at)
-    multiply[Q6_K](Tile(at), at, some, sums, at, some > 1, at)
+    multiply[Q8_0](Tile(at), at, some, sums, coming, some > 1, at)
+    multiply[Q6_K](Tile(at), at, some, sums, coming, some > 1, at)

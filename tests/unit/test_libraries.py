@@ -161,6 +161,26 @@ def test_a_folder_that_cannot_be_written(folder, monkeypatch):
             assert "A=float32" in module.kernel("linear", "float32", "float32")
 
 
+def test_a_build_that_loses_a_file_is_tried_again(compiler, folder, monkeypatch):
+    build, left = module._run_mojo, iter([False, True])
+
+    def lose(arguments, *rest, **options):
+        done = build(arguments, *rest, **options)
+        if not next(left, False):
+            Path(arguments[-3]).unlink()  # the source, which is removed after the build
+        return done
+
+    monkeypatch.setattr(module, "_run_mojo", lose)
+    attend()
+    assert len(compiler.given) == 2
+    assert list(folder.glob("*.library"))
+    with (
+        pytest.warns(RuntimeWarning, match=r"not kept \(.*No such file or directory: .*\.mojo\)"),
+        pytest.raises(FileNotFoundError),  # lost for the third time
+    ):
+        module.kernel("linear", "float32", "float32")
+
+
 def test_sources_that_do_not_compile_are_an_error_each_time(compiler):
     compiler.errors = "library.mojo:12:1: error: no such name"
     for _ in range(2):

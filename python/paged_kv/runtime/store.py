@@ -142,7 +142,8 @@ class Store:
                 os.replace(whole, paths[0])
         except OSError as error:
             reason = self._missing or error
-            return f"{self.path}: {reason.strerror or reason}"
+            lost = f": {reason.filename}" if reason.errno == errno.ENOENT else ""
+            return f"{self.path}: {reason.strerror or reason}{lost}"
         return None
 
     def plain(self, artefact: Artefact, name: str) -> Path | None:
