@@ -29,7 +29,7 @@ from paged_kv.errors import ContractError, ShapeError, ToolchainError
 from paged_kv.kv_formats import CODE_DTYPES, KVFormat
 from paged_kv.transformers import PagedCache, linear
 from paged_kv.transformers.batching import PagedBlocks
-from paged_kv.transformers.cache import PagedLayer
+from paged_kv.transformers.cache import GIVEN, PagedLayer
 from support import harness
 from support.checkpoints import make_checkpoint
 from support.decoding import load_variants
@@ -214,9 +214,9 @@ def test_ways_of_decoding(way: str, gemma: Any, monkeypatch: pytest.MonkeyPatch)
 def turns(model: Any, cache: Any) -> list[list[int]]:
     """`generate` twice, with one cache."""
     options = {"max_new_tokens": 5, "do_sample": False}
-    first = model.generate(torch.tensor([PROMPTS[4]]), past_key_values=cache, return_dict_in_generate=True, **options)
+    first = model.generate(torch.tensor([PROMPTS[4]]), **{GIVEN: cache}, return_dict_in_generate=True, **options)
     text = torch.cat([first.sequences, torch.tensor([PROMPTS[2]])], 1)
-    found: list[list[int]] = model.generate(text, past_key_values=first.past_key_values, **options).tolist()
+    found: list[list[int]] = model.generate(text, **{GIVEN: first[GIVEN]}, **options).tolist()
     return found
 
 
@@ -307,7 +307,7 @@ def test_a_call_goes_on_as_it_began(first: str) -> None:
         "on pages": expected,
         "plain": expected,
     }
-    assert {name: type(result.past_key_values) for name, result in found.items()} == {
+    assert {name: type(result[GIVEN]) for name, result in found.items()} == {
         "on pages": PagedCache,
         "plain": DynamicCache,
     }
@@ -348,15 +348,15 @@ def test_a_model_that_is_not_served_says_so_once() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"past_key_values": "DynamicCache"}, "past_key_values is a DynamicCache"),
+        ({GIVEN: "DynamicCache"}, f"{GIVEN} is a DynamicCache"),
         ({"cache_implementation": "static"}, "cache_implementation is 'static'"),
         ({"use_cache": False}, "use_cache is False"),
     ],
     ids=["a cache", "a kind of cache", "no cache"],
 )
 def test_a_call_that_is_not_served(options: dict[str, Any], reason: str, gemma: Any) -> None:
-    if "past_key_values" in options:
-        options = {"past_key_values": DynamicCache(config=gemma.config)}
+    if GIVEN in options:
+        options = {GIVEN: DynamicCache(config=gemma.config)}
     ids = torch.tensor([PROMPTS[2]])
     with paged_kv.transformers.enabled(), pytest.warns(UserWarning, match=reason):
         gemma.generate(ids, max_new_tokens=2, do_sample=False, **options)
@@ -398,7 +398,7 @@ def test_pages_of_codes_take_fewer_bytes() -> None:
     for kv_format, head in stored.items():
         cache = PagedCache(model.config, kv_format)
         with paged_kv.transformers.enabled(kv_format):
-            model.generate(prompt, past_key_values=cache, max_new_tokens=2, do_sample=False)
+            model.generate(prompt, **{GIVEN: cache}, max_new_tokens=2, do_sample=False)
             with model.continuous_batching_context_manager(continuous_batching_config=batching) as manager:
                 blocks = manager.batch_processor.cache
         pages = cache.layers[0].k_pages
@@ -429,7 +429,7 @@ def test_each_call_has_its_own_format() -> None:
     paged_kv.transformers.enable()
     with model.continuous_batching_context_manager(continuous_batching_config=BLOCKS) as manager:
         paged_kv.transformers.enable("int8")
-        assert generate(model, [[5, 6]], return_dict_in_generate=True).past_key_values.kv_format == "int8"
+        assert generate(model, [[5, 6]], return_dict_in_generate=True)[GIVEN].kv_format == "int8"
         assert manager.batch_processor.cache.dtype == torch.float32
     assert not linear._running
 
@@ -455,7 +455,7 @@ def test_the_format_is_that_of_the_last_enable() -> None:
     model = make("Llama")
 
     def kv_format() -> Any:
-        return generate(model, [[5, 6]], return_dict_in_generate=True).past_key_values.kv_format
+        return generate(model, [[5, 6]], return_dict_in_generate=True)[GIVEN].kv_format
 
     paged_kv.transformers.enable("int8")
     assert kv_format() == "int8"
@@ -487,8 +487,10 @@ def test_a_kept_manager_runs_as_it_was_made(first: bool) -> None:
 
 
 def test_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "__version__", "5.24.1")
-    with pytest.raises(ToolchainError, match=r"knows the internals of transformers 5\.23, 5\.24\.1 is installed"):
+    monkeypatch.setattr(transformers, "__version__", "5.25.0")
+    with pytest.raises(
+        ToolchainError, match=r"knows the internals of transformers 5\.23 and 5\.24, 5\.25\.0 is installed"
+    ):
         paged_kv.transformers.enable()
 
 

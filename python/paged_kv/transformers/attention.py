@@ -21,7 +21,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from paged_kv.errors import ContractError
 from paged_kv.torch.attention import planned
 from paged_kv.transformers.batching import attend_batch
-from paged_kv.transformers.cache import LAYER, PAGE_SIZE, Ints, PagedLayer, Step
+from paged_kv.transformers.cache import GIVEN, LAYER, PAGE_SIZE, Ints, PagedLayer, Step
 
 
 class Mask(Tensor):
@@ -123,12 +123,12 @@ def attention_forward(
     """
     if dropout:
         raise ContractError(f"dropout is {dropout}: paged_kv computes inference, call model.eval() first")
-    if isinstance(cache, PagedAttentionCache):
-        return attend_batch(module, query, key, value, scaling, softcap, s_aux, cache, kwargs), None
-    layer, mask = getattr(key, LAYER, None), attention_mask if isinstance(attention_mask, Mask) else None
+    layer, mask = getattr(key, LAYER, cache), attention_mask if isinstance(attention_mask, Mask) else None
+    if isinstance(layer, PagedAttentionCache):
+        return attend_batch(module, query, key, value, scaling, softcap, s_aux, layer, kwargs), None
     if layer is None:
         if softcap is not None or s_aux is not None:
-            raise ContractError("past_key_values: soft caps and sinks are computed over pages alone")
+            raise ContractError(f"{GIVEN}: soft caps and sinks are computed over pages alone")
         dense = attention_mask if mask is None else mask.dense
         found = sdpa_attention_forward(module, query, key, value, dense, scaling=scaling, **kwargs)
         return found[0], None

@@ -41,6 +41,7 @@ from paged_kv.kv_formats import FORMATS, KVFormat
 from paged_kv.options import stored_dtype, stored_head
 from paged_kv.torch.attention import TensorAttention, planned
 from paged_kv.torch.cache import quantised
+from paged_kv.transformers.cache import LAYER
 from paged_kv.transformers.running import NAMES, format_of
 
 _STEP = "_paged_kv_step"
@@ -94,6 +95,16 @@ class PagedBlocks(PagedAttentionCache):  # type: ignore[misc] # transformers has
             given.num_blocks = -(-given.num_blocks * stored // counted)
         super().__init__(config, given, *args, dtype=dtype, **kwargs)
         self.num_blocks = self.num_sectors * self.bytes_per_sector // (config.num_hidden_layers * stored)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Marks the new K for the attention, which stores it; models of transformers 5.24 call this before it."""
+        if not self.layer_to_allocator[layer_idx].on_pages:
+            found: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, kwargs)
+            return found
+        setattr(key_states, LAYER, self)
+        return key_states, value_states
 
 
 class _OnPages(FullAttentionCacheAllocator):  # type: ignore[misc]

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import transformers
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation.continuous_batching.utils import find_head_dim
@@ -31,7 +32,9 @@ from paged_kv.torch.cache import quantised, widened
 
 PAGE_SIZE = 32
 LAYER = "_paged_kv_layer"
-"""The attribute of new keys by which the attention finds their layer."""
+"""The attribute of new keys by which the attention finds their layer, or their cache of `generate_batch`."""
+GIVEN = "past_key_values" if transformers.__version__.startswith("5.23.") else "cache"
+"""The argument by which `generate` and models take a cache, which 5.24 renamed, and the attribute of their results."""
 
 Ints = npt.NDArray[np.int64]
 
@@ -80,8 +83,8 @@ def check_codes(config: Any, kv_format: Any) -> None:
 class PagedCache(Cache):  # type: ignore[misc] # transformers has no types
     """A `Cache` of transformers whose layers are pages; `generate` makes one where none is given.
 
-    It may be given to `generate` again, as `past_key_values`, with the text so far. Beam search and assisted generation
-    reorder and crop it.
+    It may be given to `generate` again, as `cache` (`past_key_values` in transformers 5.23), with the text so far.
+    Beam search and assisted generation reorder and crop it.
 
     Args:
         config: The configuration of the model.
@@ -167,7 +170,7 @@ class PageTables:
             for request in self._sequences:
                 self.pool.start(request)
         if batch != self.batch:
-            raise ShapeError(f"past_key_values holds {self.batch} sequences, {batch} are given")
+            raise ShapeError(f"{GIVEN} holds {self.batch} sequences, {batch} are given")
         if not start:
             self.padding = np.zeros(batch, np.int64) if padding is None else padding
         elif padding is not None:
@@ -176,7 +179,7 @@ class PageTables:
             if differs.any():
                 b = int(differs.argmax())
                 raise ContractError(
-                    f"attention_mask: sequence {b} begins with {padding[b]} tokens of padding, in past_key_values with"
+                    f"attention_mask: sequence {b} begins with {padding[b]} tokens of padding, in {GIVEN} with"
                     f" {self.padding[b]}"
                 )
             self.padding = padding
@@ -228,7 +231,7 @@ class PageTables:
         for row, own in zip(entries, pages, strict=True):
             row[: len(own)] = own
         lengths = np.array([self.pool.length(request) for request in self._sequences], np.int32)
-        table = Table.padded(entries, lengths, PAGE_SIZE, ("past_key_values",) * 3)
+        table = Table.padded(entries, lengths, PAGE_SIZE, (GIVEN,) * 3)
         if table.highest_page >= self.num_pages:
             self.num_pages = max(2 * self.num_pages, 8 * self.batch, table.highest_page + 1)
         return table
@@ -265,10 +268,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc] # transformers has no t
         """Keeps the new K and V `[B, Hk, T, D]` for the attention, and returns them."""
         del args, kwargs
         if self.new is not None:
-            raise ContractError("past_key_values: a layer's keys were not attended to: is its attention replaced?")
+            raise ContractError(f"{GIVEN}: a layer's keys were not attended to: is its attention replaced?")
         if key_states.shape != value_states.shape:
             widths = f"{key_states.shape[-1]} and {value_states.shape[-1]}"
-            raise ShapeError(f"past_key_values: keys and values are {widths} wide, pages hold one width")
+            raise ShapeError(f"{GIVEN}: keys and values are {widths} wide, pages hold one width")
         self.new = key_states, value_states
         setattr(key_states, LAYER, self)
         return key_states, value_states
@@ -334,6 +337,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc] # transformers has no t
             shape = (count, PAGE_SIZE, *rows.shape[1:])
             self.k_pages, self.v_pages = _longer(self.k_pages, shape, rows), _longer(self.v_pages, shape, rows)
         return self.k_pages, self.v_pages
+
+
+def cache_of(given: dict[str, Any]) -> Any:
+    """Return the cache among the arguments of `generate`, by its name of now or of before; None where there is none."""
+    return next((given[name] for name in (GIVEN, "past_key_values") if given.get(name) is not None), None)
 
 
 def _longer(pages: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor:

@@ -14,12 +14,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
 
 from paged_kv.errors import ContractError, ShapeError
 from paged_kv.transformers import running
 from paged_kv.transformers.attention import Mask, attention_forward
-from paged_kv.transformers.cache import LAYER, PagedCache
+from paged_kv.transformers.cache import GIVEN, LAYER, PagedCache
 
 NAME = "paged_kv_probe"
 """The name of a probe's attention in transformers."""
@@ -60,26 +61,34 @@ class _Cache(PagedCache):
         self.masks: list[Mask] = []
 
 
-class _Blocks:
-    """A stand-in for the cache of `generate_batch`: the layers that it was given to."""
+class _Blocks(PagedAttentionCache):  # type: ignore[misc] # transformers has no types
+    """A stand-in for the cache of `generate_batch`: the layers that it was given to. It has no pages."""
 
     def __init__(self, config: Any) -> None:
         self.heads = find_num_key_value_heads(config), find_head_dim(config)
         self.layers: list[int] = []
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Marks the new K for the attention."""
+        del args, kwargs
+        setattr(key_states, LAYER, self)
+        return key_states, value_states
 
 
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """`attention_forward`, or a refusal of how it is called."""
-    blocks = kwargs.get("cache")
+    layer = getattr(key, LAYER, None)
+    blocks = kwargs.get("cache", layer)
     if isinstance(blocks, _Blocks):
         found = key.shape[1], key.shape[3]
         if found != blocks.heads or key.shape != value.shape:
             raise ContractError(f"its KV heads and head_dim are {found}, by its config {blocks.heads}")
+        if "read_index" not in kwargs:
+            raise ContractError("its code does not hand on what generate_batch gives to attention")
         blocks.layers.append(module.layer_idx)  # type: ignore[arg-type]
         return torch.zeros_like(query).transpose(1, 2), None
-    layer = getattr(key, LAYER, None)
     if layer is None or layer.new is None or layer.new[1] is not value:
         raise ContractError("it attends to other keys or values than those of the cache that it is given")
     if not isinstance(attention_mask, Mask):
@@ -103,7 +112,7 @@ def _generate(model: Any) -> None:
         mask = torch.ones(2, tokens, dtype=torch.long, device="cpu")
         mask[0, 0] = 0
         ids = torch.ones(2, new_tokens, dtype=torch.long, device="cpu")
-        model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+        model(input_ids=ids, attention_mask=mask, use_cache=True, **{GIVEN: cache})
         if any(layer.new is not None or layer.get_seq_length() != tokens for layer in cache.layers):
             raise ContractError("it does not attend to all layers of its cache by transformers' interface")
         if any(found.was_read for found in cache.masks):

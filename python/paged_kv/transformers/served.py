@@ -10,7 +10,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from paged_kv.options import Q_DTYPES, is_head_dim
 from paged_kv.transformers import probe
-from paged_kv.transformers.cache import PagedCache, head_dims
+from paged_kv.transformers.cache import GIVEN, PagedCache, cache_of, head_dims
 from paged_kv.transformers.running import NAMES
 
 _ATTENTION_TYPES = {"full_attention", "sliding_attention"}
@@ -63,9 +63,9 @@ def why_not_generate(model: Any, generation_config: Any, given: dict[str, Any]) 
         found = getattr(generation_config, name, None) if found is None else found
         return getattr(model.generation_config, name, None) if found is None else found
 
-    cache = given.get("past_key_values")
+    cache = cache_of(given)
     if cache is not None and not isinstance(cache, PagedCache):
-        return f"past_key_values is a {type(cache).__name__}"
+        return f"{GIVEN} is a {type(cache).__name__}"
     if option("cache_implementation") not in (None, "dynamic"):
         return f"cache_implementation is {option('cache_implementation')!r}"
     if option("use_cache") is False:

@@ -24,12 +24,12 @@ from paged_kv.options import check_kv_format
 from paged_kv.transformers import linear, probe, running
 from paged_kv.transformers.attention import attention_forward, attention_mask
 from paged_kv.transformers.batching import on_blocks
-from paged_kv.transformers.cache import PagedCache, check_codes
+from paged_kv.transformers.cache import GIVEN, PagedCache, cache_of, check_codes
 from paged_kv.transformers.running import NAMES
 from paged_kv.transformers.served import warn_once, why_not, why_not_generate
 
-TESTED = "5.23"
-"""The release of transformers whose internals this knows."""
+TESTED = ("5.23", "5.24")
+"""The releases of transformers whose internals this knows."""
 
 _lock = threading.RLock()
 _originals: dict[str, Any] = {}
@@ -55,9 +55,9 @@ def enable(kv_format: KVFormat | None = None) -> None:
     """
     check_kv_format(kv_format)
     found = transformers.__version__
-    if found.rpartition(".")[0] != TESTED:
+    if found.rpartition(".")[0] not in TESTED:
         raise ToolchainError(
-            f"paged_kv.transformers knows the internals of transformers {TESTED}, {found} is installed"
+            f"paged_kv.transformers knows the internals of transformers {' and '.join(TESTED)}, {found} is installed"
         )
     with _lock:
         if "enabled" in _originals:
@@ -120,8 +120,8 @@ def _generate(original: Any) -> Any:
             if reason is not None:
                 warn_once(self, "generate", reason)
                 return original(self, *args, **kwargs)
-            if kwargs.get("past_key_values") is None:
-                kwargs["past_key_values"] = PagedCache(self.config, kv_format)
+            if cache_of(kwargs) is None:
+                kwargs[GIVEN] = PagedCache(self.config, kv_format)
             with linear.replaced(self), running.as_named(self, NAMES[kv_format]):
                 return original(self, *args, **kwargs)
 
