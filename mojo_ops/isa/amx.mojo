@@ -1,8 +1,8 @@
 """AMX: the eight tile registers of recent Intel servers, and the permission to use them.
 
 A tile is up to 16 rows of 64 bytes. `tdpbf16ps` adds to float32 tile C `[m, n]` the product of A `[m, 2k]` and B, both
-bfloat16, where row p of B holds the pairs `(2p, 2p + 1)` of column n side by side. `tdpbsud` does so in int32, by fours
-in place of pairs, with signed bytes in A and unsigned ones in B. The compiler does not allocate these registers: every
+bfloat16, where row p of B holds the pairs `(2p, 2p + 1)` of column n side by side. `tdpbssd` does so in int32, by fours
+in place of pairs, with signed bytes. The compiler does not allocate these registers: every
 statement below is volatile and is not reordered. Their shapes are configured, so each kernel states at its start which
 register has which shape.
 """
@@ -99,9 +99,9 @@ def tile_dot[c: Int, a: Int, b: Int]():
 
 @always_inline
 def tile_dot_int8[c: Int, a: Int, b: Int]():
-    """Does `C += A B` on bytes, signed in A and unsigned in B; sums are int32."""
+    """Does `C += A B` on signed bytes; sums are int32."""
     inlined_assembly[
-        "tdpbsud %tmm" + String(b) + ", %tmm" + String(a) + ", %tmm" + String(c),
+        "tdpbssd %tmm" + String(b) + ", %tmm" + String(a) + ", %tmm" + String(c),
         NoneType,
         constraints="",
         has_side_effect=True,

@@ -194,7 +194,7 @@ def dot(c: Int, a: Int, b: Int):
 
 @no_inline
 def dot_int8(c: Int, a: Int, b: Int):
-    """`tdpbsud`: each four signed bytes of a row of A by the unsigned ones of all columns of B."""
+    """`tdpbssd`: each four signed bytes of a row of A by those of all columns of B."""
     check_operands(c, a, b)
     var sums = Tile.of(c)
     var left = Tile.of(a)
@@ -205,8 +205,8 @@ def dot_int8(c: Int, a: Int, b: Int):
         for k in range(right.rows):
             for i in range(4):
                 var x = left.data.unsafe_bitcast[Int8]()[unsafe_offset=row * ROW_BYTES + 4 * k + i]
-                var column = (right.pairs(k) >> UInt32(8 * i)) & 255
-                new += column.cast[DType.int32]() * x.cast[DType.int32]()
+                var column = bitcast[DType.int32, 16](right.pairs(k) << UInt32(24 - 8 * i)) >> 24
+                new += column * x.cast[DType.int32]()
         for column in range(sums.row_bytes // 4):
             at[unsafe_offset=column] = new[column]
 

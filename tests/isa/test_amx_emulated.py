@@ -48,7 +48,7 @@ def test_products_of_bytes_are_compiled(tmp_path):
     result = mojo("build", *target, "-I", ROOT, "-o", output, TESTS / "compile_quantised_amx.mojo")
     assert result.returncode == 0, result.stderr
     products = set(re.findall(r"^\s+(tdp.*?)\s*$", output.read_text(), re.MULTILINE))
-    assert products == {f"tdpbsud\t%tmm{x + 1}, %tmm{x}, %tmm{turn}" for x in (2, 4) for turn in (0, 1)}
+    assert products == {f"tdpbssd\t%tmm{x + 1}, %tmm{x}, %tmm{turn}" for x in (2, 4) for turn in (0, 1)}
 
 
 @pytest.mark.parametrize(

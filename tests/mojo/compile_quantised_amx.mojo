@@ -4,7 +4,7 @@ from std.sys import argv
 
 from mojo_ops.linear.quantised.amx import configure_group_tiles
 from mojo_ops.linear.quantised.block_encodings import Q6_K, Q8_0
-from mojo_ops.linear.quantised.multiply import Sums, multiply
+from mojo_ops.linear.quantised.multiply import multiply_on_tiles
 from mojo_ops.linear.quantised.tile import BytePointer, Coming, Tile
 
 
@@ -14,5 +14,5 @@ def main():
     var sums = at.unsafe_bitcast[SIMD[DType.float32, 16]]()
     var coming = Coming(at, some)
     configure_group_tiles()
-    multiply[Q8_0](Tile(at), at, some, sums, coming, some > 1, at)
-    multiply[Q6_K](Tile(at), at, some, sums, coming, some > 1, at)
+    multiply_on_tiles[Q8_0](Tile(at), at, sums, coming, at)
+    multiply_on_tiles[Q6_K](Tile(at), at, sums, coming, at)

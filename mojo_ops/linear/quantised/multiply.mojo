@@ -4,7 +4,6 @@ from std.bit import count_trailing_zeros
 from std.math import ceildiv
 from std.memory import bitcast
 
-from ...isa.amx import HAS_AMX_INT8
 from ...isa.amx_tiles import AMX_TILE_ROWS
 from ...isa.convert import FloatVector
 from ...isa.int8_dot import ByteVector, DOT_ROWS, HAS_AVX512, IntVector, int16_pair_dot, int8_dot
@@ -24,15 +23,13 @@ from .encoding import Encoding
 from .tile import BytePointer, CHUNK_LINES, Coming, Raw, STEPS, Tile, Unpacked, Words, lines_of
 
 comptime Sums = Pointer[FloatVector, MutUntrackedOrigin]
-comptime MOST_ROWS = AMX_TILE_ROWS if HAS_AMX_INT8 else 8 if HAS_AVX512 else 4
+comptime MOST_ROWS = 8 if HAS_AVX512 else 4
 """Rows of x side by side: as many sums as fit the registers, and of vectors as hide the latency of the instruction."""
 comptime FUSED_ROWS = 8 if HAS_AVX512 else 2
 """Rows of x up to which blocks are multiplied as they are unpacked, without a tile in memory."""
 
 
-def multiply[
-    E: Encoding
-](tile: Tile, x: BytePointer, rows: Int, sums: Sums, coming: Coming, amx: Bool, scratch: BytePointer):
+def multiply[E: Encoding](tile: Tile, x: BytePointer, rows: Int, sums: Sums, coming: Coming):
     """Adds the products of the tile by `rows` rows of x, up to `MOST_ROWS`, to `sums` `[rows]`.
 
     Parameters:
@@ -44,21 +41,26 @@ def multiply[
         rows: The rows of x.
         sums: The sums of each row of x.
         coming: What to prefetch the second half of.
-        amx: Whether this thread's tile registers have the shapes of `multiply_group`.
-        scratch: `2 TURN_BYTES` for AMX, from the start of a cache line on.
     """
-    comptime if HAS_AMX_INT8:
-        if amx and rows == AMX_TILE_ROWS:
-            multiply_side[E, AMX_TILE_ROWS, on_tiles=True](tile, x, sums, coming, scratch)
-            return
     var row = 0
     comptime for side in [8, 4, 2, 1]:
         comptime if side <= MOST_ROWS:
             while row + side <= rows:
-                multiply_side[E, side](
-                    tile, x.unsafe_offset(row * RECORD_BYTES), sums.unsafe_offset(row), coming, scratch
-                )
+                multiply_side[E, side](tile, x.unsafe_offset(row * RECORD_BYTES), sums.unsafe_offset(row), coming, x)
                 row += side
+
+
+def multiply_on_tiles[E: Encoding](tile: Tile, x: BytePointer, sums: Sums, coming: Coming, scratch: BytePointer):
+    """Does what `multiply` does with `AMX_TILE_ROWS` rows of x, by AMX.
+
+    Args:
+        tile: The weights, without the offset of the encoding (`has_start`).
+        x: The rows' records of these 256 elements.
+        sums: The sums of each row of x.
+        coming: What to prefetch the second half of.
+        scratch: `2 TURN_BYTES`, from the start of a cache line on.
+    """
+    multiply_side[E, AMX_TILE_ROWS, on_tiles=True](tile, x, sums, coming, scratch)
 
 
 @always_inline
@@ -89,11 +91,12 @@ def multiply_side[
                 coming.prefetch(begun + lines * group + line)
             var products = Array[IntVector, rows](fill=0)
             comptime for r in range(rows):
-                products[r] = start_of[E](x.unsafe_offset(r * RECORD_BYTES), group)
                 comptime if on_tiles:
-                    products[r] += scratch.unsafe_bitcast[Int32]().unsafe_load[width=DOT_ROWS](
+                    products[r] = scratch.unsafe_bitcast[Int32]().unsafe_load[width=DOT_ROWS](
                         (turn * AMX_TILE_ROWS + r) * DOT_ROWS
                     )
+                else:
+                    products[r] = start_of[E](x.unsafe_offset(r * RECORD_BYTES), group)
             comptime for step in range(0 if on_tiles else E.GROUP // 4):
                 var w = tile.step(group * (E.GROUP // 4) + step)
                 comptime for r in range(rows):
@@ -220,10 +223,15 @@ def multiply_blocks[E: Encoding, rows: Int](raw: Raw, x: BytePointer, sums: Sums
             sums[unsafe_offset=r] = products.totals[r]
 
 
+def has_start[E: Encoding]() -> Bool:
+    """Return whether the sums of a group begin with what takes the offset of its weights away."""
+    return E.OFFSET > 0 and not E.OFFSET_BY_MINS
+
+
 @always_inline
 def start_of[E: Encoding](record: BytePointer, group: Int) -> IntVector:
     """Return what a group's int32 sum begins with: what an offset of the weights is taken away by, or 0."""
-    comptime if E.OFFSET > 0 and not E.OFFSET_BY_MINS:
+    comptime if has_start[E]():
         comptime starts = RECORD_STARTS_16 if E.GROUP == 16 else RECORD_STARTS_32
         comptime offset = STARTS_16_OFFSET if E.GROUP == 16 else STARTS_32_OFFSET
         var start = record.unsafe_offset(starts).unsafe_bitcast[Int32]()[unsafe_offset=group]

@@ -21,7 +21,7 @@ from .amx import TURN_BYTES, configure_group_tiles
 from .byte_rows import ByteRows, SCALE_BYTES
 from .encoding import Encoding
 from .encodings import BLOCK_ENCODINGS, ENCODINGS
-from .multiply import FUSED_ROWS, MOST_ROWS, Sums, multiply, multiply_blocks
+from .multiply import FUSED_ROWS, MOST_ROWS, Sums, has_start, multiply, multiply_blocks, multiply_on_tiles
 from .tile import (
     BytePointer,
     Coming,
@@ -338,7 +338,8 @@ struct Section[dtype: DType](TrivialRegisterPassable):
                 var tile = self.tile(i)
                 E.unpack(self.transposed[E](i, column, self.coming_tile[E](i, column, tiles)), tile)
             var x = self.rows.records.unsafe_offset(column * m * RECORD_BYTES)
-            for row in range(0, m, MOST_ROWS):
+            var first = m // AMX_TILE_ROWS * AMX_TILE_ROWS if self.amx else 0
+            for row in range(first, m, MOST_ROWS):
                 for i in range(tiles):
                     multiply[E](
                         self.tile(i),
@@ -346,9 +347,20 @@ struct Section[dtype: DType](TrivialRegisterPassable):
                         min(MOST_ROWS, m - row),
                         vectors.unsafe_offset(i * m + row),
                         self.coming_tile[E](i, column, tiles),
-                        self.amx,
-                        self.memory,
                     )
+            comptime if HAS_AMX_INT8:
+                comptime if has_start[E]():
+                    for i in range(tiles if first > 0 else 0):
+                        self.tile(i).take_offset[E.OFFSET]()
+                for row in range(0, first, AMX_TILE_ROWS):
+                    for i in range(tiles):
+                        multiply_on_tiles[E](
+                            self.tile(i),
+                            x.unsafe_offset(row * RECORD_BYTES),
+                            vectors.unsafe_offset(i * m + row),
+                            self.coming_tile[E](i, column, tiles),
+                            self.memory,
+                        )
         self.store(tiles, vectors)
 
     @always_inline

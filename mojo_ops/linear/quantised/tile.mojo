@@ -69,6 +69,12 @@ struct Tile(TrivialRegisterPassable, Unpacked):
     def step(self, step: Int) -> SIMD[DType.uint8, VECTOR_BYTES]:
         return self.at.unsafe_load[width=VECTOR_BYTES](step * VECTOR_BYTES)
 
+    def take_offset[offset: Int](self):
+        """Makes the weights signed: each is stored plus `offset`."""
+        for step in range(STEPS):
+            var at = self.at.unsafe_offset(step * VECTOR_BYTES)
+            at.unsafe_store(at.unsafe_load[width=VECTOR_BYTES]() - UInt8(offset))
+
     @always_inline
     def set_scale[group: Int](mut self, scales: FloatVector):
         self.set_number(group, scales)
