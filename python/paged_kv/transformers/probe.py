@@ -68,9 +68,11 @@ class _Blocks(PagedAttentionCache):  # type: ignore[misc] # transformers has no 
         self.heads = find_num_key_value_heads(config), find_head_dim(config)
         self.layers: list[int] = []
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
         """Marks the new K for the attention."""
-        del args, kwargs
+        del layer_idx, kwargs
         setattr(key_states, LAYER, self)
         return key_states, value_states
 
