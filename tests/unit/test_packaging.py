@@ -8,6 +8,8 @@ from importlib import metadata, resources
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 import paged_kv
 from paged_kv.versions import PINNED, VERSION
@@ -55,11 +57,29 @@ def test_torch_and_transformers_are_in_extras_alone():
     assert names(PROJECT["dependencies"]).isdisjoint({"torch", "transformers"})
     extras = PROJECT["optional-dependencies"]
     assert set(extras) >= {"torch", "test", "bench"}
-    (torch,) = extras["torch"]
-    assert names([torch]) == {"torch"}
-    assert "==" in torch
+    assert names(extras["torch"]) == {"torch"}
     assert {"torch", "transformers", "hypothesis", "pytest"} <= names(extras["test"])
-    assert torch in extras["test"]  # what is shipped is what was tested
+
+
+def test_ranges_end_where_they_are_tested():
+    """CI runs the pins of `test`, and by a switch those of `.ci/newest.txt`."""
+    extras = PROJECT["optional-dependencies"]
+    ranges = {found.name: found.specifier for found in map(Requirement, extras["transformers"])}
+    assert extras["torch"][0] in extras["transformers"]
+    assert set(ranges) == {"torch", "transformers"}
+    oldest, newest = extras["test"], (ROOT / ".ci" / "newest.txt").read_text().splitlines()
+    for name, allowed in ranges.items():
+        old, new = (pinned(lines, name) for lines in (oldest, newest))
+        ends = {f">={old.major}.{old.minor}", f"<{new.major}.{new.minor + 1}"}
+        assert set(map(str, allowed)) == ends
+
+
+def pinned(lines, name):
+    """Return the version that one of the lines pins."""
+    (found,) = (each for each in map(Requirement, lines) if each.name == name)
+    (pin,) = found.specifier
+    assert pin.operator == "=="
+    return Version(pin.version)
 
 
 def test_the_server_is_of_the_pinned_max():
