@@ -9,7 +9,7 @@ from paged_kv.engine.engine import Engine
 from paged_kv.engine.requests import Sampling
 from paged_kv.errors import ContractError, IntegrityError, PoolExhausted
 from paged_kv.pool import PagePool, PrefixCache
-from support.engine_runs import Chat, run, tokens
+from support.engine_runs import Chat, guess_often, run, tokens
 from support.fake_model import FakeDraft, FakeModel, alone
 
 
@@ -63,6 +63,7 @@ def test_samples_of_a_prompt_go_on_from_its_state():
 def test_drafts_that_were_wrong_leave_the_state_after_the_last_right_one():
     model = FakeModel(64, 4, num_states=32)
     engine = Engine(model, speculate=FakeDraft(64, 4))
+    guess_often(engine)
     sampling = Sampling(60)
     engine.add_request(tokens(9), sampling)
     assert run(engine)[0, 0] == alone(tokens(9), sampling)
