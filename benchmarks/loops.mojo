@@ -33,14 +33,15 @@ from mojo_ops.cache.strides import PageStrides
 from mojo_ops.isa.bf16_dot import BF16_DOT_ELEMENTS, USES_BF16_DOT, bf16_dot
 from mojo_ops.isa.convert import ChunkConstants, FloatVector, LANES
 from mojo_ops.isa.memory import align_to_line
+from mojo_ops.isa.registers import HAS_32_REGISTERS, REGISTER_LANES, RegisterVector
 from mojo_ops.linear.bf16_dot_section import DotLinear, PANEL_K, PANEL_ROWS, PANEL_W_ROWS
 
 comptime HEAD_DIM = 128
 comptime SLOTS = 16
 comptime REPEATS = 200
 """Calls of a loop in a round."""
-comptime CHAINS = 24
-"""Sums that do not wait for one another: enough for every latency of an FMA."""
+comptime CHAINS = 24 if HAS_32_REGISTERS else 12
+"""Sums that do not wait for one another: enough for every latency of an FMA, and few enough for the registers."""
 
 
 def line_of[dtype: DType, //](mut list: List[Scalar[dtype]]) -> Pointer[Scalar[dtype], MutUntrackedOrigin]:
@@ -67,22 +68,25 @@ struct Clock(TrivialRegisterPassable):
 
 @no_inline
 def product_time[pairs: Bool](clock: Clock) -> Float64:
-    """Nanoseconds that the CPU takes for one product of vectors, of 16 or of 32 elements."""
+    """Nanoseconds that the CPU takes for one product of vectors, of 16 or of 32 elements; in narrower registers as many
+    products."""
+    comptime lanes = REGISTER_LANES
     var memory = List[Float32](length=(CHAINS + 3) * LANES, fill=0)
     var at = line_of(memory)
 
     def loop() {var at}:
-        var x = at.unsafe_load[width=LANES](0)
-        var y = at.unsafe_load[width=LANES](LANES)
-        var sums = Array[FloatVector, CHAINS](fill=0)
+        var x = at.unsafe_load[width=lanes](0)
+        var y = at.unsafe_load[width=lanes](LANES)
+        var sums = Array[RegisterVector, CHAINS](fill=0)
         for _ in range(64):
             comptime for i in range(CHAINS):
                 comptime if pairs:
-                    sums[i] = bf16_dot(
-                        sums[i],
+                    var dot = bf16_dot(
+                        rebind[FloatVector](sums[i]),
                         bitcast[DType.bfloat16, BF16_DOT_ELEMENTS](x),
                         bitcast[DType.bfloat16, BF16_DOT_ELEMENTS](y),
                     )
+                    sums[i] = rebind[RegisterVector](dot)
                 else:
                     sums[i] = x.fma(y, sums[i])
         comptime for i in range(CHAINS):
@@ -90,7 +94,7 @@ def product_time[pairs: Bool](clock: Clock) -> Float64:
 
     var time = clock.least(loop)
     _ = memory^
-    return time / (64 * CHAINS)
+    return time / Float64(64 * CHAINS) * Float64(LANES // lanes)
 
 
 def report(name: String, time: Float64, bound: Float64):

@@ -12,6 +12,7 @@ from ....isa.codes import is_codes, scale_of, units_of
 from ....isa.bf16_dot import BF16_DOT_ELEMENTS, bf16_dot
 from ....isa.convert import ChunkConstants, FloatVector, LANES, chunk_of, load_chunk, reduce_each
 from ....isa.memory import FloatPointer
+from ....isa.registers import HAS_32_REGISTERS, REGISTER_LANES, RegisterVector
 from ..bf16_chunk import Bf16Chunk, widen_chunk
 from ..kv_tile import KVTile
 from ..prefetch import IntPointer, KV_TILE_TOKENS, Prefetcher, STREAMS
@@ -19,19 +20,21 @@ from ..workspace import HeadLayout, ROUNDED_FLOATS, SegmentWorkspace
 from .code_sums import code_prefetch_calls, round_weights, sum_codes
 from .queries import num_query_blocks, query_block
 
-comptime SLICE_ELEMENTS = 64
-"""Elements of head_dim whose sums stay in registers, for four queries; twice as many for fewer queries."""
+comptime REGISTER_SUMS = 16 if HAS_32_REGISTERS else 8
+"""Registers that hold sums."""
 comptime PREFETCHING_BLOCKS = 4
 """Query blocks that prefetch. With more blocks the arithmetic takes longer than the memory."""
 
 
 def score_prefetch_calls[kv_dtype: DType](heads: HeadLayout, queries: Int) -> Int:
     """Return how often `score_tile` calls `prefetcher.run` for a whole tile."""
-    return (
-        min(PREFETCHING_BLOCKS, num_query_blocks(queries))
-        * ceildiv(heads.head_dim, chunk_of(kv_dtype))
-        * (KV_TILE_TOKENS // 4)
-    )
+    var calls = 0
+    var m = 0
+    for _ in range(min(PREFETCHING_BLOCKS, num_query_blocks(queries))):
+        var count = query_block(m, queries)[1]
+        calls += ceildiv(heads.head_dim, chunk_of(kv_dtype)) * KV_TILE_TOKENS // min(4, tokens_at_once(count))
+        m += count
+    return calls
 
 
 def sum_prefetch_calls[kv_dtype: DType, integers: Bool](heads: HeadLayout, queries: Int) -> Int:
@@ -44,8 +47,11 @@ def sum_prefetch_calls[kv_dtype: DType, integers: Bool](heads: HeadLayout, queri
             calls += code_prefetch_calls(heads.head_dim, count)
             m += count
             continue
-        var slice = SLICE_ELEMENTS * (1 if count == 4 else 2)
-        calls += (heads.head_dim // slice + ceildiv(heads.head_dim % slice, chunk_of(kv_dtype))) * KV_TILE_TOKENS
+        comptime parts = chunk_of(kv_dtype) // REGISTER_LANES
+        var vectors = vectors_at_once(count)
+        var slice = max(vectors, parts) * REGISTER_LANES
+        var slices = heads.head_dim // slice + ceildiv(heads.head_dim % slice, chunk_of(kv_dtype))
+        calls += slices * ceildiv(parts, vectors) * KV_TILE_TOKENS
         m += count
     return calls
 
@@ -140,7 +146,7 @@ def score_block[
     comptime chunk = chunk_of(kv_dtype)
     var whole = heads.head_dim // chunk * chunk
     for first in range(begin, end, tokens):
-        var sums = Array[FloatVector, LANES](fill=0)
+        var sums = Array[RegisterVector, REGISTER_SUMS](fill=0)
         var d = 0
         while d < whole:
             dot_chunk[count, True](k, constants, offsets, first, d, chunk, q, fetch, sums, prefetcher)
@@ -149,14 +155,24 @@ def score_block[
             dot_chunk[count, False](
                 k, constants, offsets, first, whole, heads.head_dim - whole, q, fetch, sums, prefetcher
             )
-        var totals = reduce_each(sums)
+        var totals = SIMD[DType.float32, REGISTER_SUMS](0)
+        comptime for i in range(0, REGISTER_SUMS, REGISTER_LANES):
+            var some = Array[RegisterVector, REGISTER_LANES](fill=0)
+            comptime for lane in range(REGISTER_LANES):
+                some[lane] = sums[i + lane]
+            totals = totals.insert[offset=i](reduce_each[REGISTER_LANES](some))
         comptime for m in range(count):
             target.unsafe_store(m * KV_TILE_TOKENS + first, totals.slice[tokens, offset=m * tokens]())
 
 
 def tokens_at_once(count: Int) -> Int:
     """Tokens whose dot products with `count` queries are computed together."""
-    return min(STREAMS, LANES // count)
+    return min(STREAMS, REGISTER_SUMS // count)
+
+
+def vectors_at_once(count: Int) -> Int:
+    """Registers of head_dim whose weighted sums for `count` queries are computed together."""
+    return min(8, REGISTER_SUMS // count)
 
 
 @always_inline
@@ -171,16 +187,16 @@ def dot_chunk[
     length: Int,
     q: Pointer[Scalar[query_dtype], MutUntrackedOrigin],
     fetch: Bool,
-    mut sums: Array[FloatVector, LANES],
+    mut sums: Array[RegisterVector, REGISTER_SUMS],
     mut prefetcher: Prefetcher,
 ):
     """Adds the products of one chunk to `sums[m * tokens + i]`, of query `m` and token `token + i`."""
     comptime tokens = tokens_at_once(count)
-    comptime parts = chunk_of(kv_dtype) // LANES
+    comptime chunk = chunk_of(kv_dtype)
     var qs = q.unsafe_offset(d * count)
     # Before the chunk is loaded: LLVM moves products behind a branch, and what was loaded for them fills the registers.
     if fetch:
-        comptime for _ in range(tokens // 4):
+        comptime for _ in range(max(1, tokens // 4)):
             prefetcher.run()
     comptime for i in range(tokens):
         var source = k.unsafe_offset(offsets[unsafe_offset=token + i] + units_of(kv_dtype, d))
@@ -188,20 +204,20 @@ def dot_chunk[
             var x = Bf16Chunk[kv_dtype]()
             widen_chunk[full](source, length, constants.tables, x)
             comptime for m in range(count):
-                comptime for part in range(parts // 2):
-                    sums[m * tokens + i] = bf16_dot(
-                        sums[m * tokens + i],
-                        bitcast[DType.bfloat16, BF16_DOT_ELEMENTS](x.words[part]),
-                        qs.unsafe_bitcast[BFloat16]().unsafe_load[width=BF16_DOT_ELEMENTS](
-                            (m * parts // 2 + part) * BF16_DOT_ELEMENTS
-                        ),
+                comptime for part in range(chunk // BF16_DOT_ELEMENTS):
+                    var pairs = qs.unsafe_bitcast[BFloat16]().unsafe_load[width=BF16_DOT_ELEMENTS](
+                        m * chunk + part * BF16_DOT_ELEMENTS
+                    )
+                    var of_key = bitcast[DType.bfloat16, BF16_DOT_ELEMENTS](x.words[part])
+                    sums[m * tokens + i] = rebind[RegisterVector](
+                        bf16_dot(rebind[FloatVector](sums[m * tokens + i]), of_key, pairs)
                     )
         else:
             var x = load_chunk[full](source, length, constants)
             comptime for m in range(count):
-                comptime for part in range(parts):
-                    sums[m * tokens + i] = x.slice[LANES, offset=part * LANES]().fma(
-                        qs.unsafe_bitcast[Float32]().unsafe_load[width=LANES]((m * parts + part) * LANES),
+                comptime for at in range(0, chunk, REGISTER_LANES):
+                    sums[m * tokens + i] = x.slice[REGISTER_LANES, offset=at]().fma(
+                        qs.unsafe_bitcast[Float32]().unsafe_load[width=REGISTER_LANES](m * chunk + at),
                         sums[m * tokens + i],
                     )
 
@@ -260,7 +276,7 @@ def sum_tile[
     comptime for count in [4, 2, 1]:
         while m + count <= queries:
             var at = acc.unsafe_offset(m * heads.padded_dim)
-            sum_block[count, SLICE_ELEMENTS * (1 if count == 4 else 2) // chunk_of(v.dtype)](
+            sum_block[count](
                 base,
                 constants,
                 tile,
@@ -278,7 +294,7 @@ def sum_tile[
 
 @always_inline
 def sum_block[
-    kv_dtype: DType, //, count: Int, chunks: Int
+    kv_dtype: DType, //, count: Int
 ](
     v: Pointer[Scalar[kv_dtype], _],
     constants: ChunkConstants[kv_dtype],
@@ -291,31 +307,38 @@ def sum_block[
     fetch: Bool,
     mut prefetcher: Prefetcher,
 ):
-    """Adds the weighted V for `count` queries, in slices of `chunks` chunks of head_dim.
+    """Adds the weighted V for `count` queries, some registers of head_dim at a time: whole chunks, or parts of one.
 
-    The sums of a slice stay in registers for all tokens.
+    Their sums stay in registers for all tokens.
     """
     comptime chunk = chunk_of(kv_dtype)
+    comptime parts = chunk // REGISTER_LANES
+    comptime vectors = vectors_at_once(count)
+    comptime chunks = max(1, vectors // parts)
     var d = 0
-    while d + chunks * chunk <= heads.head_dim:
-        sum_slice[count, chunks, True](
-            v, constants, tile, begin, end, d, chunk, heads.padded_dim, weights, acc, fetch, prefetcher
-        )
-        d += chunks * chunk
-    while d + chunk <= heads.head_dim:
-        sum_slice[count, 1, True](
-            v, constants, tile, begin, end, d, chunk, heads.padded_dim, weights, acc, fetch, prefetcher
-        )
+    comptime if chunks > 1:
+        while d + chunks * chunk <= heads.head_dim:
+            sum_slice[count, chunks, parts, 0, True](
+                v, constants, tile, begin, end, d, chunk, heads.padded_dim, weights, acc, fetch, prefetcher
+            )
+            d += chunks * chunk
+    while d < heads.head_dim:
+        var length = min(chunk, heads.head_dim - d)
+        comptime for part in range(0, parts // 2, max(1, min(vectors, parts) // 2)):
+            if length == chunk:
+                sum_slice[count, 1, min(vectors, parts), part, True](
+                    v, constants, tile, begin, end, d, chunk, heads.padded_dim, weights, acc, fetch, prefetcher
+                )
+            else:
+                sum_slice[count, 1, min(vectors, parts), part, False](
+                    v, constants, tile, begin, end, d, length, heads.padded_dim, weights, acc, fetch, prefetcher
+                )
         d += chunk
-    if d < heads.head_dim:
-        sum_slice[count, 1, False](
-            v, constants, tile, begin, end, d, heads.head_dim - d, heads.padded_dim, weights, acc, fetch, prefetcher
-        )
 
 
 @always_inline
 def sum_slice[
-    kv_dtype: DType, //, count: Int, chunks: Int, full: Bool
+    kv_dtype: DType, //, count: Int, chunks: Int, vectors: Int, first: Int, full: Bool
 ](
     v: Pointer[Scalar[kv_dtype], _],
     constants: ChunkConstants[kv_dtype],
@@ -330,23 +353,38 @@ def sum_slice[
     fetch: Bool,
     mut prefetcher: Prefetcher,
 ):
+    """Adds the weighted V of `vectors` registers of each of `chunks` chunks.
+
+    Half of them are a chunk's registers from `first` on, half those from its middle plus `first` on: they are converted
+    from the same memory where a type has its even elements before its odd ones.
+    """
     comptime chunk = chunk_of(kv_dtype)
-    comptime parts = chunks * chunk // LANES
-    var sums = Array[FloatVector, count * parts](fill=0)
+    comptime parts = chunk // REGISTER_LANES
+    var sums = Array[RegisterVector, count * chunks * vectors](fill=0)
     comptime for m in range(count):
-        comptime for part in range(parts):
-            sums[m * parts + part] = acc.unsafe_load[width=LANES](m * padded_dim + d + part * LANES)
-    for i in range(begin, end):
-        var source = v.unsafe_offset(tile.v[unsafe_offset=i] + units_of(kv_dtype, d))
+        comptime for i in range(chunks * vectors):
+            comptime at = slice_offset(i, vectors, first, parts)
+            sums[m * chunks * vectors + i] = acc.unsafe_load[width=REGISTER_LANES](m * padded_dim + d + at)
+    for token in range(begin, end):
+        var source = v.unsafe_offset(tile.v[unsafe_offset=token] + units_of(kv_dtype, d))
         if fetch:
             prefetcher.run()
         comptime for c in range(chunks):
             var x = load_chunk[full](source.unsafe_offset(units_of(kv_dtype, c * chunk)), length, constants)
             comptime for m in range(count):
-                var w = FloatVector(weights[unsafe_offset=m * KV_TILE_TOKENS + i])
-                comptime for half in range(chunk // LANES):
-                    comptime at = m * parts + c * (chunk // LANES) + half
-                    sums[at] = x.slice[LANES, offset=half * LANES]().fma(w, sums[at])
+                var w = RegisterVector(weights[unsafe_offset=m * KV_TILE_TOKENS + token])
+                comptime for i in range(c * vectors, (c + 1) * vectors):
+                    comptime at = slice_offset(i, vectors, first, parts) - c * chunk
+                    comptime sum = m * chunks * vectors + i
+                    sums[sum] = x.slice[REGISTER_LANES, offset=at]().fma(w, sums[sum])
     comptime for m in range(count):
-        comptime for part in range(parts):
-            acc.unsafe_store(m * padded_dim + d + part * LANES, sums[m * parts + part])
+        comptime for i in range(chunks * vectors):
+            comptime at = slice_offset(i, vectors, first, parts)
+            acc.unsafe_store(m * padded_dim + d + at, sums[m * chunks * vectors + i])
+
+
+def slice_offset(i: Int, vectors: Int, first: Int, parts: Int) -> Int:
+    """The lane at which register `i` of a slice begins, counted from its first chunk."""
+    var chunk, place = divmod(i, vectors)
+    var half, at = divmod(place, vectors // 2)
+    return (chunk * parts + half * (parts // 2) + first + at) * REGISTER_LANES
