@@ -11,12 +11,10 @@ from std.sys.intrinsics import PrefetchOptions, prefetch
 from ..cache.pointers import untracked
 from ..isa.line_counter import LineCounter
 from ..isa.memory import CACHE_LINE_BYTES, FloatPointer, align_to_line
+from ..isa.registers import HAS_32_REGISTERS, REGISTER_LANES, RegisterVector
 from ..isa.threads import Workers, run_tasks
 from .vector_operands import (
     CHUNK,
-    FLOAT_LANES,
-    HAS_32_REGISTERS,
-    FloatLanes,
     padded,
     section_rows,
     store_sums,
@@ -47,7 +45,7 @@ struct BlockLinear[dtype: DType, weight_dtype: DType](TrivialRegisterPassable):
     var y: Pointer[Scalar[Self.dtype], MutUntrackedOrigin]
     """`[m, n]`."""
     var x: FloatPointer
-    """Packed by `pack_panel`: `[panels, padded(k) / FLOAT_LANES, PANEL_ROWS, FLOAT_LANES]`."""
+    """Packed by `pack_panel`: `[panels, padded(k) / REGISTER_LANES, PANEL_ROWS, REGISTER_LANES]`."""
     var w: Pointer[Scalar[Self.weight_dtype], MutUntrackedOrigin]
     """`[n, k]`."""
     var m: Int
@@ -68,7 +66,7 @@ struct BlockLinear[dtype: DType, weight_dtype: DType](TrivialRegisterPassable):
         var taken = counter.at()
 
         def task(index: Int) {var self, var depth, var taken}:
-            var floats = self.panels() * SECTION_ROWS * PANEL_ROWS * FLOAT_LANES
+            var floats = self.panels() * SECTION_ROWS * PANEL_ROWS * REGISTER_LANES
             var memory = List[Float32](capacity=floats + SECTION_ROWS * K_BLOCK + CACHE_LINE_BYTES // 4)
             var sums = align_to_line(untracked(memory.unsafe_ptr()))
             var wide = sums.unsafe_offset(floats)
@@ -91,8 +89,8 @@ struct BlockLinear[dtype: DType, weight_dtype: DType](TrivialRegisterPassable):
             begin: The first column.
             end: The column after the last one.
             next: The first column of the section that follows.
-            wide: Room for a block of w: `[groups, K_BLOCK / FLOAT_LANES, W_ROWS, FLOAT_LANES]`.
-            sums: Room for the sums: `[panels, SECTION_ROWS, PANEL_ROWS, FLOAT_LANES]`.
+            wide: Room for a block of w: `[groups, K_BLOCK / REGISTER_LANES, W_ROWS, REGISTER_LANES]`.
+            sums: Room for the sums: `[panels, SECTION_ROWS, PANEL_ROWS, REGISTER_LANES]`.
         """
         var panels = self.panels()
         var groups = ceildiv(end - begin, W_ROWS)
@@ -105,7 +103,9 @@ struct BlockLinear[dtype: DType, weight_dtype: DType](TrivialRegisterPassable):
                 for group in range(groups):
                     var row = begin + group * W_ROWS
                     var w = wide.unsafe_offset(group * W_ROWS * K_BLOCK)
-                    var partial = sums.unsafe_offset((panel * SECTION_ROWS + group * W_ROWS) * PANEL_ROWS * FLOAT_LANES)
+                    var partial = sums.unsafe_offset(
+                        (panel * SECTION_ROWS + group * W_ROWS) * PANEL_ROWS * REGISTER_LANES
+                    )
                     if panel == 0 and row + W_ROWS <= end and length % CHUNK == 0:
                         var source = self.w.unsafe_offset(row * self.k + first)
                         self.add_products[PANEL_ROWS, WIDENS](panel, first, w, source, partial)
@@ -125,7 +125,7 @@ struct BlockLinear[dtype: DType, weight_dtype: DType](TrivialRegisterPassable):
                         self.add_products[PANEL_ROWS, MULTIPLIES](panel, first, w, self.w, partial)
         for panel in range(panels):
             store_sums[PANEL_ROWS](
-                sums.unsafe_offset(panel * SECTION_ROWS * PANEL_ROWS * FLOAT_LANES).unsafe_bitcast[FloatLanes](),
+                sums.unsafe_offset(panel * SECTION_ROWS * PANEL_ROWS * REGISTER_LANES).unsafe_bitcast[RegisterVector](),
                 self.y.unsafe_offset(panel * PANEL_ROWS * self.n + begin),
                 min(PANEL_ROWS, self.m - panel * PANEL_ROWS),
                 self.n,
@@ -139,16 +139,16 @@ struct BlockLinear[dtype: DType, weight_dtype: DType](TrivialRegisterPassable):
         for c in range(W_ROWS):
             var source = self.w.unsafe_offset((row + c) * self.k + first)
             for p in range(0, length, CHUNK):
-                var low = FloatLanes(0)
-                var high = FloatLanes(0)
+                var low = RegisterVector(0)
+                var high = RegisterVector(0)
                 if row + c < end:
                     if p + CHUNK <= length:
                         low = widen_half[0](source.unsafe_offset(p))
                         high = widen_half[1](source.unsafe_offset(p))
                     else:
                         widen_part(source.unsafe_offset(p), length - p, low, high)
-                wide.unsafe_store(p * W_ROWS + c * FLOAT_LANES, low)
-                wide.unsafe_store((p + FLOAT_LANES) * W_ROWS + c * FLOAT_LANES, high)
+                wide.unsafe_store(p * W_ROWS + c * REGISTER_LANES, low)
+                wide.unsafe_store((p + REGISTER_LANES) * W_ROWS + c * REGISTER_LANES, high)
 
     @no_inline
     def add_products[
@@ -166,16 +166,18 @@ struct BlockLinear[dtype: DType, weight_dtype: DType](TrivialRegisterPassable):
         Args:
             panel: The panel of x.
             first: The first element of K.
-            w: The group, widened: `[K_BLOCK / FLOAT_LANES, W_ROWS, FLOAT_LANES]`.
+            w: The group, widened: `[K_BLOCK / REGISTER_LANES, W_ROWS, REGISTER_LANES]`.
             source: Where the task is `WIDENS`, the group as it is stored, to be widened into `w`; where it is
                 `PREFETCHES`, the rows of w to prefetch.
-            partial: The sums, `[W_ROWS, PANEL_ROWS, FLOAT_LANES]`. They begin with zero where `first` is 0.
+            partial: The sums, `[W_ROWS, PANEL_ROWS, REGISTER_LANES]`. They begin with zero where `first` is 0.
         """
-        var sums = Array[FloatLanes, rows * W_ROWS](fill=0)
+        var sums = Array[RegisterVector, rows * W_ROWS](fill=0)
         if first > 0:
             comptime for c in range(W_ROWS):
                 comptime for r in range(rows):
-                    sums[c * rows + r] = partial.unsafe_load[width=FLOAT_LANES]((c * PANEL_ROWS + r) * FLOAT_LANES)
+                    sums[c * rows + r] = partial.unsafe_load[width=REGISTER_LANES](
+                        (c * PANEL_ROWS + r) * REGISTER_LANES
+                    )
         var x = self.x.unsafe_offset((panel * padded(self.k) + first) * PANEL_ROWS)
         for p in range(0, min(K_BLOCK, padded(self.k) - first), CHUNK):
             comptime if task == PREFETCHES:
@@ -185,18 +187,20 @@ struct BlockLinear[dtype: DType, weight_dtype: DType](TrivialRegisterPassable):
                             source.unsafe_offset(c * self.k + p + line * (CHUNK // Self.LINES))
                         )
             comptime for half in range(2):
-                var ws = Array[FloatLanes, W_ROWS](fill=0)
+                var ws = Array[RegisterVector, W_ROWS](fill=0)
                 comptime for c in range(W_ROWS):
-                    var at = w.unsafe_offset(p * W_ROWS + (half * W_ROWS + c) * FLOAT_LANES)
+                    var at = w.unsafe_offset(p * W_ROWS + (half * W_ROWS + c) * REGISTER_LANES)
                     comptime if task == WIDENS:
                         ws[c] = widen_half[half](source.unsafe_offset(c * self.k + p))
                         at.unsafe_store(ws[c])
                     else:
-                        ws[c] = at.unsafe_load[width=FLOAT_LANES]()
+                        ws[c] = at.unsafe_load[width=REGISTER_LANES]()
                 comptime for r in range(rows):
-                    var xs = x.unsafe_load[width=FLOAT_LANES](p * PANEL_ROWS + (half * PANEL_ROWS + r) * FLOAT_LANES)
+                    var xs = x.unsafe_load[width=REGISTER_LANES](
+                        p * PANEL_ROWS + (half * PANEL_ROWS + r) * REGISTER_LANES
+                    )
                     comptime for c in range(W_ROWS):
                         sums[c * rows + r] = xs.fma(ws[c], sums[c * rows + r])
         comptime for c in range(W_ROWS):
             comptime for r in range(rows):
-                partial.unsafe_store((c * PANEL_ROWS + r) * FLOAT_LANES, sums[c * rows + r])
+                partial.unsafe_store((c * PANEL_ROWS + r) * REGISTER_LANES, sums[c * rows + r])

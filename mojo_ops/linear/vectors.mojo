@@ -15,13 +15,11 @@ from ..cache.pointers import untracked
 from ..isa.cpu_tuning import CPU_TUNING
 from ..isa.line_counter import LineCounter
 from ..isa.memory import CACHE_LINE_BYTES, FloatPointer, align_to_line, prefetch_line
+from ..isa.registers import HAS_32_REGISTERS, REGISTER_LANES, RegisterVector
 from ..isa.threads import Workers, run_tasks
 from .vector_blocks import PANEL_ROWS, BlockLinear
 from .vector_operands import (
     CHUNK,
-    FLOAT_LANES,
-    HAS_32_REGISTERS,
-    FloatLanes,
     pack_panel,
     padded,
     section_rows,
@@ -132,7 +130,7 @@ struct PanelLinear[dtype: DType, weight_dtype: DType, rows: Int](TrivialRegister
     var y: Pointer[Scalar[Self.dtype], MutUntrackedOrigin]
     """`[m, n]`."""
     var x: FloatPointer
-    """Packed by `pack_panel`: `[padded(k) / FLOAT_LANES, rows, FLOAT_LANES]`."""
+    """Packed by `pack_panel`: `[padded(k) / REGISTER_LANES, rows, REGISTER_LANES]`."""
     var w: Pointer[Scalar[Self.weight_dtype], MutUntrackedOrigin]
     """`[n, k]`."""
     var m: Int
@@ -163,7 +161,7 @@ struct PanelLinear[dtype: DType, weight_dtype: DType, rows: Int](TrivialRegister
 
         def task(index: Int) {var self, var depth, var taken}:
             # [SECTION_ROWS, rows]
-            var memory = Array[FloatLanes, SECTION_ROWS * Self.rows](fill=0)
+            var memory = Array[RegisterVector, SECTION_ROWS * Self.rows](fill=0)
             var sums = untracked(Pointer(to=memory[0]))
             var section = min(self.n, Int(taken[].fetch_add(1)) * depth)
             while section < self.n:
@@ -183,7 +181,7 @@ struct PanelLinear[dtype: DType, weight_dtype: DType, rows: Int](TrivialRegister
         _ = counter^
 
     @always_inline
-    def multiply_group(self, begin: Int, end: Int, next: Int, sums: Pointer[FloatLanes, MutUntrackedOrigin]):
+    def multiply_group(self, begin: Int, end: Int, next: Int, sums: Pointer[RegisterVector, MutUntrackedOrigin]):
         """Multiplies x with rows `[begin, end)` of w, and prefetches as many from row `next` on: sums
         `[end - begin, rows]`."""
         for first in range(0, max(1, self.k), Self.K_BLOCK):
@@ -202,7 +200,7 @@ struct PanelLinear[dtype: DType, weight_dtype: DType, rows: Int](TrivialRegister
     @always_inline
     def add_products[
         columns: Int
-    ](self, column: Int, first: Int, next: Int, partial: Pointer[FloatLanes, MutUntrackedOrigin]):
+    ](self, column: Int, first: Int, next: Int, partial: Pointer[RegisterVector, MutUntrackedOrigin]):
         """Adds up to `K_BLOCK` elements of K, from `first` on, to the sums of x by `columns` rows of w.
 
         Args:
@@ -211,7 +209,7 @@ struct PanelLinear[dtype: DType, weight_dtype: DType, rows: Int](TrivialRegister
             next: The first row of w to prefetch.
             partial: The sums, `[columns, rows]`. They begin with zero where `first` is 0.
         """
-        var sums = Array[FloatLanes, Self.rows * columns](fill=0)
+        var sums = Array[RegisterVector, Self.rows * columns](fill=0)
         if first > 0:
             comptime for i in range(Self.rows * columns):
                 sums[i] = partial[unsafe_offset=i]
@@ -220,8 +218,8 @@ struct PanelLinear[dtype: DType, weight_dtype: DType, rows: Int](TrivialRegister
         var coming = self.w.unsafe_offset(max(0, min(next, self.n - columns)) * self.k + first)
         var length = min(Self.K_BLOCK, self.k - first)
         for p in range(0, length // CHUNK * CHUNK, CHUNK):
-            var low = Array[FloatLanes, columns](fill=0)
-            var high = Array[FloatLanes, columns](fill=0)
+            var low = Array[RegisterVector, columns](fill=0)
+            var high = Array[RegisterVector, columns](fill=0)
             comptime for c in range(columns):
                 low[c] = widen_half[0](w.unsafe_offset(c * self.k + p))
                 high[c] = widen_half[1](w.unsafe_offset(c * self.k + p))
@@ -231,8 +229,8 @@ struct PanelLinear[dtype: DType, weight_dtype: DType, rows: Int](TrivialRegister
             Self.add_chunk[columns](x.unsafe_offset(p * Self.rows), low, high, sums)
         if length % CHUNK:
             var p = length // CHUNK * CHUNK
-            var low = Array[FloatLanes, columns](fill=0)
-            var high = Array[FloatLanes, columns](fill=0)
+            var low = Array[RegisterVector, columns](fill=0)
+            var high = Array[RegisterVector, columns](fill=0)
             comptime for c in range(columns):
                 widen_part(w.unsafe_offset(c * self.k + p), length - p, low[c], high[c])
             Self.add_chunk[columns](x.unsafe_offset(p * Self.rows), low, high, sums)
@@ -245,16 +243,16 @@ struct PanelLinear[dtype: DType, weight_dtype: DType, rows: Int](TrivialRegister
         columns: Int
     ](
         x: FloatPointer,
-        low: Array[FloatLanes, columns],
-        high: Array[FloatLanes, columns],
-        mut sums: Array[FloatLanes, Self.rows * columns],
+        low: Array[RegisterVector, columns],
+        high: Array[RegisterVector, columns],
+        mut sums: Array[RegisterVector, Self.rows * columns],
     ):
-        """Adds one chunk of K: x `[2, rows, FLOAT_LANES]`."""
+        """Adds one chunk of K: x `[2, rows, REGISTER_LANES]`."""
         comptime for r in range(Self.rows):
-            var xs = x.unsafe_load[width=FLOAT_LANES](r * FLOAT_LANES)
+            var xs = x.unsafe_load[width=REGISTER_LANES](r * REGISTER_LANES)
             comptime for c in range(columns):
                 sums[c * Self.rows + r] = xs.fma(low[c], sums[c * Self.rows + r])
         comptime for r in range(Self.rows):
-            var xs = x.unsafe_load[width=FLOAT_LANES]((Self.rows + r) * FLOAT_LANES)
+            var xs = x.unsafe_load[width=REGISTER_LANES]((Self.rows + r) * REGISTER_LANES)
             comptime for c in range(columns):
                 sums[c * Self.rows + r] = xs.fma(high[c], sums[c * Self.rows + r])

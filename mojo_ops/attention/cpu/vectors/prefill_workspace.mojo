@@ -1,13 +1,12 @@
 """The working memory of prefill in vectors (`prefill.mojo`), and how many sums the registers of the target hold."""
 
 from std.math import align_up
-from std.sys import CompilationTarget
-from std.sys.info import simd_width_of
 
 from ....cache.pointers import untracked
 from ....isa.bf16_dot import USES_BF16_DOT
 from ....isa.convert import LANES, is_float8
 from ....isa.memory import FloatPointer, align_to_line
+from ....isa.registers import HAS_32_REGISTERS, REGISTER_LANES
 from ..prefetch import IntPointer
 from ..prefill.queries import PrefillQueries, QUERY_COLUMNS, padded_queries
 from ..prefill.step import STEP_OFFSETS, STEP_TOKENS
@@ -22,11 +21,9 @@ comptime LINE_WORDS = 16
 comptime VALUE_COLUMNS = 32
 """Elements of head_dim of V that lie side by side, two vectors: what all chunks are multiples of."""
 
-comptime REGISTERS_EACH = LANES // min(LANES, simd_width_of[DType.float32]())
+comptime REGISTERS_EACH = LANES // REGISTER_LANES
 """Registers of a vector of 16 lanes."""
-comptime MANY_REGISTERS = REGISTERS_EACH == 1 or not CompilationTarget.is_x86()
-"""True if the target has 32 vector registers, not 16."""
-comptime MAX_SUMS = (24 if MANY_REGISTERS else 12) // REGISTERS_EACH
+comptime MAX_SUMS = (24 if HAS_32_REGISTERS else 12) // REGISTERS_EACH
 """Vectors of sums that stay in registers."""
 comptime TILES_AT_ONCE = 2 if REGISTERS_EACH == 1 else 1
 """Query tiles whose dot products are computed together."""
