@@ -118,7 +118,7 @@ def decode_loops(clock: Clock, queries: Int, score_product: Float64, sum_product
     # Zeros: scores, weights and states stay finite however often a loop runs.
     var k = DynamicKVCache[dtype](storage, shape, strides, entries, 1, pages)
     var v = DynamicKVCache[dtype](storage.unsafe_offset(KV_TILE_TOKENS * HEAD_DIM), shape, strides, entries, 1, pages)
-    var heads = HeadLayout(1, queries, HEAD_DIM, HEAD_DIM, HEAD_DIM, HEAD_DIM, HEAD_DIM, HEAD_DIM, HEAD_DIM)
+    var heads = HeadLayout(1, 1, queries, HEAD_DIM, HEAD_DIM, HEAD_DIM, HEAD_DIM, HEAD_DIM, HEAD_DIM, HEAD_DIM)
     var workspace = SegmentWorkspace(heads, queries, 0)
     var tile = KVTile(k, v, 0, 0, KV_TILE_TOKENS, workspace.offset_buffer(0))
     var constants = ChunkConstants[dtype]()

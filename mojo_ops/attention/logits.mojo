@@ -28,6 +28,16 @@ struct Logits(TrivialRegisterPassable):
     """Natural-log scores that are added to the denominator alone."""
     var has_sinks: Bool
 
+    @always_inline
+    def from_head(self, head: Int) -> Self:
+        """The same options, whose first query head is `head`."""
+        var part = self
+        if self.has_alibi:
+            part.alibi_slopes = self.alibi_slopes.unsafe_offset(head)
+        if self.has_sinks:
+            part.sinks = self.sinks.unsafe_offset(head)
+        return part
+
     @no_inline
     def check(self) raises:
         if not isfinite(self.scale):

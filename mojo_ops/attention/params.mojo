@@ -42,6 +42,15 @@ struct AttentionRows[dtype: DType, o_dtype: DType = dtype, Masks: RowMasks = NoM
     var latent_scale: Float32
     """In latent attention, multiplies the dot product with V before that of q with K is added."""
 
+    @always_inline
+    def from_head(self, head: Int, head_dim: Int, value_dim: Int) -> Self:
+        """The same rows, whose first query head is `head`."""
+        var part = self
+        part.q = self.q.unsafe_offset(head * head_dim)
+        part.o = self.o.unsafe_offset(head * value_dim)
+        part.lse = self.lse.unsafe_offset(head)
+        return part
+
     def check(self) raises:
         if not isfinite(self.v_scale):
             raise Error("v_scale must be finite, not ", self.v_scale)

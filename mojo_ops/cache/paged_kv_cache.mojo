@@ -228,6 +228,14 @@ struct PagedKVCache[dtype_: DType, kv_params_: KVCacheStaticParams, page_size: I
         return page * at.page + slot * at.slot + head_idx * at.head + head_dim_idx
 
     @always_inline
+    def from_head(self, head: Int) -> Self:
+        """The same cache, whose first KV head is `head`; `num_heads` still counts all."""
+        var part = self
+        var start = self.blocks.ptr.unsafe_offset(head * self.strides().head)
+        part.blocks = Self.blocks_type(ptr=start, layout=self.blocks.layout)
+        return part
+
+    @always_inline
     def row_idx(self, batch_idx: UInt32, tok_idx: UInt32) -> Int:
         """The token's row, where the memory is viewed as a matrix with rows of `row_pitch` elements.
 

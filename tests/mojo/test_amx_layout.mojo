@@ -41,7 +41,7 @@ def check_packing[kv_dtype: DType](num_rows: Int, group: Int, kv_heads: Int, dim
     var queries = num_rows * group
     var room = AmxBuffers.query_stride(queries) * kv_heads
     var amx_floats = AmxBuffers.num_floats(room, padded)
-    var heads = HeadLayout(kv_heads, group, dim, padded, dim, dim, dim, padded, dim)
+    var heads = HeadLayout(kv_heads, kv_heads, group, dim, padded, dim, dim, dim, padded, dim)
     var workspace = SegmentWorkspace(heads, AmxBuffers.query_stride(queries), amx_floats)
     var buffers = AmxBuffers(queries, padded, workspace)
     for i in range(room * KV_TILE_TOKENS):

@@ -105,7 +105,7 @@ def test_no_row_is_no_work() raises:
 def test_rows_of_all_heads_have_room() raises:
     """The matrix tiles list where heads are apart: the K of a tile, and the first V after it, a head a row."""
     for kv_heads in [1, 3, 4, 9]:
-        var heads = HeadLayout(kv_heads, 1, 64, 64, KV_TILE_TOKENS * 64, KV_TILE_TOKENS * 64, 64, 64, 64)
+        var heads = HeadLayout(kv_heads, kv_heads, 1, 64, 64, KV_TILE_TOKENS * 64, KV_TILE_TOKENS * 64, 64, 64, 64)
         var workspace = SegmentWorkspace(heads, 1, 0)
         var storage = List[Float32](length=1, fill=0)
         var prefetcher = Prefetcher[to_l1=False](workspace.offset_buffer(TILE_BUFFERS), 256)
@@ -136,7 +136,7 @@ def check_calls[dtype: DType](dim: Int, queries: Int) raises:
     )
     comptime chunk = max(chunk_of(dtype), Bf16Chunk[dtype].length)
     var padded = ceildiv(dim, chunk) * chunk
-    var heads = HeadLayout(KV_HEADS, queries, dim, padded, units, units, dim, padded, units)
+    var heads = HeadLayout(KV_HEADS, KV_HEADS, queries, dim, padded, units, units, dim, padded, units)
     var room = KV_HEADS * AmxBuffers.query_stride(queries)
     var workspace = SegmentWorkspace(heads, AmxBuffers.query_stride(queries), AmxBuffers.num_floats(room, padded))
     var tile = KVTile(k, k, 0, 0, KV_TILE_TOKENS, workspace.offset_buffer(0))

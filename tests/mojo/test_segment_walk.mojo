@@ -44,7 +44,7 @@ def check[layout: StaticString](page_size: Int, begin: Int, end: Int, tiles: Int
         1,
         pages,
     )
-    var heads = HeadLayout(HEADS, 1, DIM, 32, k.strides().head, v.strides().head, DIM, 32, DIM)
+    var heads = HeadLayout(HEADS, HEADS, 1, DIM, 32, k.strides().head, v.strides().head, DIM, 32, DIM)
     var workspace = SegmentWorkspace(heads, 1, 0)
     var segment = Segment(0, 1, begin, end)
     var seen = Set[Int]()

@@ -59,6 +59,8 @@ def attend_on_cpu[
     var max_queries = heads.kv_heads * max_stride
     var max_prefill_queries = plan.max_prefill_rows * heads.group
     var tasks = plan.num_tasks(heads.group, heads.kv_heads, heads.padded_dim, workers.count)
+    plan.cut_heads(heads.kv_heads, tasks)
+    tasks = min(tasks, len(plan.segments))
     var split_results = SplitResults(
         plan.num_split_results, tasks, max(max_queries, padded_queries(max_prefill_queries)), heads.padded_value
     )
@@ -140,33 +142,60 @@ def attend_on_cpu[
                     )
                 following = queue.take()
             elif not has_masks:
+                # The segment's KV heads as if the call had no others.
+                var first = segment.first_head
+                var part = heads.part(segment.heads_of(heads.kv_heads))
+                var part_rows = rows.from_head(first * heads.group, heads.head_dim, heads.value_dim)
+                var part_logits = logits.from_head(first * heads.group)
+                var part_k = k.from_head(first)
+                var part_v = v.from_head(first)
                 workspace.acc = own if segment.split_result < 0 else split_results.acc_of(result.index)
                 if choice.uses_amx(queries):
                     comptime if amx_serves(dtype, kv_dtype):
                         comptime if rotates:
-                            var rotated = rotation.rotate_queries[DType.bfloat16, kv_dtype](rows, segment, heads)
+                            var rotated = rotation.rotate_queries[DType.bfloat16, kv_dtype](part_rows, segment, part)
                             following = attend_segment_amx[True](
-                                rotated, segment, k, v, logits, heads, queue, workspace, rotation
+                                rotated, segment, part_k, part_v, part_logits, part, queue, workspace, rotation
                             )
                         else:
                             following = attend_segment_amx[False](
-                                rows, segment, k, v, logits, heads, queue, workspace, rotation
+                                part_rows, segment, part_k, part_v, part_logits, part, queue, workspace, rotation
                             )
                         finish_segment[True, latent](
-                            rows, segment, k, v, logits, heads, stride, workspace, workspace.acc, split_results, result
+                            part_rows,
+                            segment,
+                            part_k,
+                            part_v,
+                            part_logits,
+                            part,
+                            stride,
+                            workspace,
+                            workspace.acc,
+                            split_results,
+                            result,
                         )
                 else:
                     comptime if rotates:
-                        var rotated = rotation.rotate_queries[DType.float32, kv_dtype](rows, segment, heads)
+                        var rotated = rotation.rotate_queries[DType.float32, kv_dtype](part_rows, segment, part)
                         following = attend_segment_vectors[True](
-                            rotated, segment, k, v, logits, heads, queue, workspace, rotation
+                            rotated, segment, part_k, part_v, part_logits, part, queue, workspace, rotation
                         )
                     else:
                         following = attend_segment_vectors[False](
-                            rows, segment, k, v, logits, heads, queue, workspace, rotation
+                            part_rows, segment, part_k, part_v, part_logits, part, queue, workspace, rotation
                         )
                     finish_segment[False, latent](
-                        rows, segment, k, v, logits, heads, stride, workspace, workspace.acc, split_results, result
+                        part_rows,
+                        segment,
+                        part_k,
+                        part_v,
+                        part_logits,
+                        part,
+                        stride,
+                        workspace,
+                        workspace.acc,
+                        split_results,
+                        result,
                     )
             segment = following
         comptime if amx_serves(dtype, kv_dtype):

@@ -60,6 +60,10 @@ struct Segment(TrivialRegisterPassable):
     """Splits of the block."""
     var head: Int
     """The KV head of a prefill segment, else `ALL_HEADS`."""
+    var first_head: Int
+    """The first KV head of a segment that is not prefill."""
+    var num_heads: Int
+    """The number of its KV heads, or `ALL_HEADS` (`SegmentPlan.cut_heads`)."""
 
     def __init__(out self, row: Int, num_rows: Int, begin: Int, end: Int, head: Int = ALL_HEADS):
         """A whole block."""
@@ -71,6 +75,8 @@ struct Segment(TrivialRegisterPassable):
         self.split = 0
         self.num_splits = 1
         self.head = head
+        self.first_head = 0
+        self.num_heads = ALL_HEADS
 
     @staticmethod
     def none() -> Self:
@@ -80,6 +86,12 @@ struct Segment(TrivialRegisterPassable):
     def is_prefill(self) -> Bool:
         """Return whether it holds one KV head of a prefill block."""
         return self.head != ALL_HEADS
+
+    def heads_of(self, kv_heads: Int) -> Int:
+        """Return how many of a call's KV heads it computes."""
+        if self.is_prefill():
+            return 1
+        return kv_heads if self.num_heads == ALL_HEADS else self.num_heads
 
 
 @fieldwise_init
@@ -196,7 +208,7 @@ struct SegmentPlan(Movable):
         self.num_split_results += num_splits
 
     def num_tasks(self, group: Int, kv_heads: Int, head_dim: Int, workers: Int) -> Int:
-        """Return how many threads the segments keep busy, from 1 to `workers`: no result depends on it.
+        """Return how many threads have enough to do, from 1 to `workers`: no result depends on it.
 
         Args:
             group: Query heads of a KV head.
@@ -207,8 +219,43 @@ struct SegmentPlan(Movable):
         var work = 0
         for segment in self.segments:
             var queries = max(segment.num_rows * group, MIN_QUERIES)
-            work += (segment.end - segment.begin) * queries * (1 if segment.is_prefill() else kv_heads)
-        return max(1, min(min(len(self.segments), workers), work * head_dim // THREAD_WORK))
+            work += (segment.end - segment.begin) * queries * segment.heads_of(kv_heads)
+        return max(1, min(workers, work * head_dim // THREAD_WORK))
+
+    def cut_heads(mut self, kv_heads: Int, tasks: Int):
+        """Cuts segments that are not prefill by their KV heads, in halves, quarters and so on, until the longest is no
+        more than the mean work of a thread.
+
+        So many threads have enough segments, and no result depends on it: heads are computed one by one, and each part
+        of a block merges its own splits.
+        """
+        var total = 0
+        var longest = 0
+        for segment in self.segments:
+            var work = (segment.end - segment.begin) * segment.num_rows * segment.heads_of(kv_heads)
+            total += work
+            if not segment.is_prefill():
+                longest = max(longest, work)
+        var parts = 1
+        while kv_heads % (2 * parts) == 0 and longest * tasks > total * parts:
+            parts *= 2
+        if parts == 1:
+            return
+        var cut = List[Segment](capacity=len(self.segments) * parts)
+        for segment in self.segments:
+            if segment.is_prefill():
+                cut.append(segment)
+                continue
+            for part in range(parts):
+                var piece = segment
+                piece.num_heads = kv_heads // parts
+                piece.first_head = part * piece.num_heads
+                if segment.split_result >= 0:
+                    piece.split_result += part * self.num_split_results
+                cut.append(piece)
+        self.num_split_results *= parts
+        self.segments = cut^
+        self.order_by_work(kv_heads)
 
     def order_by_work(mut self, kv_heads: Int):
         """Sorts segments: the most work first, so that threads end together; within a class of work as they were.
@@ -218,7 +265,7 @@ struct SegmentPlan(Movable):
         """
 
         def work(segment: Segment) {var kv_heads} -> Int:
-            return (segment.end - segment.begin) * segment.num_rows * (1 if segment.is_prefill() else kv_heads)
+            return (segment.end - segment.begin) * segment.num_rows * segment.heads_of(kv_heads)
 
         var most = 1
         for segment in self.segments:

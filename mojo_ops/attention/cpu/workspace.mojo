@@ -23,6 +23,9 @@ struct HeadLayout(ImplicitlyCopyable):
     """The sizes that all heads of a call share."""
 
     var kv_heads: Int
+    """KV heads of a segment: all of the call, or a part of them (`SegmentPlan.cut_heads`)."""
+    var call_heads: Int
+    """KV heads of the call."""
     var group: Int
     """Query heads of a KV head."""
     var head_dim: Int
@@ -46,6 +49,7 @@ struct HeadLayout(ImplicitlyCopyable):
         var padded_value = align_up(v.head_dim(), chunk)
         return Self(
             kv_heads,
+            kv_heads,
             rows.num_heads // kv_heads,
             k.head_dim(),
             align_up(k.head_dim(), chunk) + (padded_value if latent else 0),
@@ -55,6 +59,12 @@ struct HeadLayout(ImplicitlyCopyable):
             padded_value,
             head_units(k.dtype, k.head_dim()),
         )
+
+    def part(self, kv_heads: Int) -> Self:
+        """The sizes of a segment that has so many of the KV heads."""
+        var part = self
+        part.kv_heads = kv_heads
+        return part
 
     @always_inline
     def adjacent(self) -> Bool:

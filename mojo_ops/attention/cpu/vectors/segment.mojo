@@ -56,7 +56,9 @@ struct TileOrder(TrivialRegisterPassable):
         self.unit = KV_TILE_TOKENS
         if adjacent and queries <= MAX_LONG_UNIT_QUERIES:
             self.unit = STREAMS if queries <= MAX_UNIT_QUERIES else 2 * STREAMS
-        while self.unit < KV_TILE_TOKENS and self.unit * self.range_bytes < MIN_UNIT_BYTES:
+        # Of all heads of the call, not only of the segment's: weights over codes are rounded a unit at a time.
+        var token_bytes = (heads.call_heads if adjacent else 1) * heads.units * element_bytes
+        while self.unit < KV_TILE_TOKENS and self.unit * token_bytes < MIN_UNIT_BYTES:
             self.unit *= 2
         self.ahead = align_up(max(1, CPU_TUNING.decode_prefetch_bytes // self.range_bytes), self.unit)
 
