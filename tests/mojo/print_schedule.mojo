@@ -2,8 +2,8 @@
 
 The arguments are calls:
 
-    attention/REQUESTS/ROWS/KV_HEADS: a line a segment, `call tokens rows head block split num_splits`. REQUESTS are
-        `count:tokens:new_tokens,...`; ROWS are those of a prefill block.
+    attention/REQUESTS/ROWS/KV_HEADS/THREADS: a line a segment, `call tokens rows heads block split num_splits`. REQUESTS
+        are `count:tokens:new_tokens,...`; ROWS are those of a prefill block.
     linear/N/WORKERS: a line a section of rows of w, `call rows`.
     append/ROWS/KV_HEADS/HEAD_DIM: a line a task, `call rows`, of bfloat16 K and V.
 """
@@ -22,7 +22,7 @@ from mojo_ops.transfer.slot_layout import rows_per_task
 from support import untracked, untracked_mutable
 
 
-def attention(call: Int, requests: String, rows: Int, kv_heads: Int) raises:
+def attention(call: Int, requests: String, rows: Int, kv_heads: Int, threads: Int) raises:
     var row_batch = List[Int32]()
     var row_lengths = List[Int32]()
     var request = 0
@@ -38,9 +38,10 @@ def attention(call: Int, requests: String, rows: Int, kv_heads: Int) raises:
     var logits = Logits(1, 0, -1, untracked(none), False, untracked(none), False)
     var plan = plan_segments(untracked(row_batch), untracked(row_lengths), len(row_batch), NoMasks(), logits, sizes)
     _ = (none^, row_batch^, row_lengths^)
+    plan.cut_heads(kv_heads, threads)
     for s in plan.segments:
         var block = s.split_result - s.split if s.split_result >= 0 else -1
-        print(call, s.end - s.begin, s.num_rows, s.head, block, s.split, s.num_splits)
+        print(call, s.end - s.begin, s.num_rows, s.heads_of(kv_heads), block, s.split, s.num_splits)
 
 
 def print_tasks(call: Int, total: Int, size: Int):
@@ -63,7 +64,7 @@ def main() raises:
     for i in range(1, len(argv())):
         var parts = String(argv()[i]).split("/")
         if parts[0] == "attention":
-            attention(i - 1, String(parts[1]), Int(parts[2]), Int(parts[3]))
+            attention(i - 1, String(parts[1]), Int(parts[2]), Int(parts[3]), Int(parts[4]))
         elif parts[0] == "linear":
             print_tasks(i - 1, Int(parts[1]), section_rows(Int(parts[1]), Int(parts[2])))
         else:

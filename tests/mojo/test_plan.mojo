@@ -239,7 +239,7 @@ def test_threads_are_woken_for_work_alone() raises:
     """The same plan, more workers than it keeps busy: K and V of few queries count as of `MIN_QUERIES`."""
     var result = plan([0, 1, 2, 3], [64, 64, 64, 64])
     var kv_heads = THREAD_WORK // (256 * MIN_QUERIES * 128)
-    for group, head_dim, tasks in [(1, 128, 1), (1, 256, 2), (MIN_QUERIES, 256, 2), (8, 128, 2), (32, 128, 4)]:
+    for group, head_dim, tasks in [(1, 128, 1), (1, 256, 2), (MIN_QUERIES, 256, 2), (8, 128, 2), (32, 128, 8)]:
         assert_equal(result.num_tasks(group, kv_heads, head_dim, 16), tasks)
         assert_equal(result.num_tasks(group, kv_heads, head_dim, 1), 1)
     assert_equal(plan([0], [0]).num_tasks(8, 8, 128, 16), 1)

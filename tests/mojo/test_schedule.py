@@ -1,4 +1,4 @@
-"""The cut of calls keeps threads busy, by a simulated clock: the benchmark's cases up to 64, larger ones up to 128.
+"""The cut of calls keeps threads busy, by a simulated clock: 4 to 64, larger prompts up to 128, decoding up to 192.
 
 Linear layers up to 128 too: all threads, or as many as a small one has sections for.
 """
@@ -14,15 +14,18 @@ from support.mojo_programs import run_program
 from support.schedule import Schedule, Segment, run_plan, run_tasks
 
 THREADS = (4, 8, 16, 32, 64)
+MANY_THREADS = (96, 128, 192)
+"""For decoding, whose segments are cut by their KV heads; blocks of prompts are one KV head each already."""
+MOST_DECODING_TOKENS = 8
 MOST_IDLE = 0.05
 PREFILL_QUERIES = 256
 """Queries a KV head of a prefill block."""
 
 
-def attention_call(case: AttentionCase) -> str:
+def attention_call(case: AttentionCase, threads: int) -> str:
     requests = ",".join(f"1:{length}:{case.new_tokens}" for length in case.lengths)
     rows = PREFILL_QUERIES * case.kv_heads // case.heads
-    return f"attention/{requests}/{rows}/{case.kv_heads}"
+    return f"attention/{requests}/{rows}/{case.kv_heads}/{threads}"
 
 
 CHUNK = "64 new tokens over 65536"
@@ -47,18 +50,23 @@ def calls() -> dict[tuple[str, int], str]:
     """The argument of `print_schedule.mojo` for each case and number of threads."""
     found: dict[tuple[str, int], str] = {}
     for case in CASES:
+        if isinstance(case, AttentionCase) and case.new_tokens <= MOST_DECODING_TOKENS:
+            found |= {(case.name, threads): attention_call(case, threads) for threads in MANY_THREADS}
         for threads in THREADS:
             if isinstance(case, AttentionCase):
-                found[case.name, threads] = attention_call(case)
+                found[case.name, threads] = attention_call(case, threads)
             elif isinstance(case, LinearCase) and not isinstance(case, QuantisedCase):  # they are cut by tiles
                 found[case.name, threads] = f"linear/{case.outer}/{threads}"
             elif isinstance(case, AppendCase) and case.tokens > 1:  # 8 tokens are copied by one thread
                 rows = case.batch * case.tokens
                 found[case.name, threads] = f"append/{rows}/{case.kv_heads}/{case.head_dim}"
-    found |= {(CHUNK, threads): "attention/1:65536:64/64/8" for threads in THREADS}
+    found |= {(CHUNK, threads): f"attention/1:65536:64/64/8/{threads}" for threads in THREADS}
     for threads in MATRIX_THREADS:
         found |= {(matrix(rows), threads): f"linear/{rows}/{threads}" for rows in (*MATRICES, *SMALL)}
-    return found | {(name, threads): LARGE[name] for name in LARGE for threads in LARGE_THREADS}
+    for name, call in LARGE.items():
+        many = () if "new tokens" in name else (96, 160, 192)
+        found |= {(name, threads): f"{call}/{threads}" for threads in sorted({*LARGE_THREADS, *many})}
+    return found
 
 
 def matrix(rows: int) -> str:
@@ -85,7 +93,7 @@ def schedule(name: str, threads: int) -> Schedule:
     call = CALLS[name, threads]
     lines = printed()[call]
     if call.startswith("attention"):
-        return run_plan([Segment(*numbers) for numbers in lines], threads, int(call.rsplit("/", 1)[1]))
+        return run_plan([Segment(*numbers) for numbers in lines], threads, int(call.split("/")[3]))
     return run_tasks([rows for (rows,) in lines], threads)
 
 
@@ -106,20 +114,20 @@ def longest_over_mean(name: str, threads: int) -> float:
 )
 def test_every_token_is_in_the_plan(case):
     """The plan that the clock runs is the case's: all tokens of every block of rows, in some segment."""
-    segments = [Segment(*numbers) for numbers in printed()[attention_call(case)]]
+    segments = [Segment(*numbers) for numbers in printed()[attention_call(case, 4)]]
     if case.new_tokens == 1:
         assert sum(segment.tokens for segment in segments) == sum(case.lengths)
     assert (
-        sum(segment.rows for segment in segments if segment.split == 0 and segment.head < 1)
-        == len(case.lengths) * case.new_tokens
+        sum(segment.rows * segment.heads for segment in segments if segment.split == 0)
+        == len(case.lengths) * case.new_tokens * case.kv_heads
     )
 
 
 def test_the_clock_sees_what_is_uneven():
-    whole = [Segment(1000, 1, -1, -1, 0, 1)] * 3
+    whole = [Segment(1000, 1, 8, -1, 0, 1)] * 3
     assert run_plan(whole, 2, 8).idle_share == pytest.approx(1 / 4)
     assert run_plan(whole, 3, 8).idle_share == pytest.approx(0)
     assert run_tasks([1, 1, 2], 2).end == 3
-    halves = [Segment(1000, 1, -1, 0, split, 2) for split in range(2)]
+    halves = [Segment(1000, 1, 8, 0, split, 2) for split in range(2)]
     assert run_plan(halves, 2, 8).end > 1000  # the merge is counted once, at the end
     assert run_plan(halves, 2, 8).busy == pytest.approx(run_plan(halves, 1, 8).end)

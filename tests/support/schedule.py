@@ -22,15 +22,16 @@ class Segment:
 
     tokens: int
     rows: int
-    head: int
+    heads: int
+    """KV heads: one in prefill, all, or a part of them."""
     block: int
     """The first split result of its block; -1 where it is not split."""
     split: int
     num_splits: int
 
     def work(self, kv_heads: int) -> float:
-        """The time to compute it, without merges. A prefill segment is one of `kv_heads` KV heads."""
-        return SEGMENT_TOKENS + self.tokens * self.rows / (kv_heads if self.head >= 0 else 1)
+        """The time to compute it, without merges, of a call of `kv_heads` KV heads."""
+        return SEGMENT_TOKENS + self.tokens * self.rows * self.heads / kv_heads
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def run_plan(segments: Sequence[Segment], threads: int, kv_heads: int) -> Schedu
     while running:
         now, thread, segment = heapq.heappop(running)
         merges = merges_now(segment, finished) if segment.block >= 0 else 0
-        weight = segment.rows / (kv_heads if segment.head >= 0 else 1)
+        weight = segment.rows * segment.heads / kv_heads
         now += merges * MERGE_TOKENS * weight
         busy += now - started[thread]
         started[thread] = now
