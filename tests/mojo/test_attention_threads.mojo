@@ -116,6 +116,12 @@ def test_heads_are_cut_for_many_threads() raises:
     var row_lengths: List[Int32] = [16384, 16384]
     var none = List[Float32]()
     var logits = Logits(1, 0, -1, untracked(none), False, untracked(none), False)
+    var short: List[Int32] = [200]
+    var alone = plan_segments(
+        untracked(row_batch), untracked(short), 1, NoMasks(), logits, BlockSizes(MAX_BLOCK_ROWS, Int.MAX, 8)
+    )
+    alone.cut_heads(8, 64)
+    assert_equal(len(alone.segments), 1)
     for threads, heads in [(1, 8), (64, 8), (96, 4), (200, 2), (400, 1), (4000, 1)]:
         var plan = plan_segments(
             untracked(row_batch), untracked(row_lengths), 2, NoMasks(), logits, BlockSizes(MAX_BLOCK_ROWS, Int.MAX, 8)
@@ -128,7 +134,7 @@ def test_heads_are_cut_for_many_threads() raises:
         for segment in plan.segments:
             assert_true(not seen[segment.split_result])
             seen[segment.split_result] = True
-    _ = (row_batch^, row_lengths^, none^)
+    _ = (row_batch^, row_lengths^, short^, none^)
 
 
 def main() raises:
