@@ -14,8 +14,11 @@ from ..isa.line_counter import LineCounter
 from ..isa.memory import Bf16Pointer, align_to_line
 from .bf16_dot_section import DotLinear, PANEL_ROWS, SECTION_ROWS, STEP, pack_panel
 from .member import LinearMember
+from .vector_operands import balanced_rows
 from ..isa.threads import Workers, run_tasks
 
+comptime LEAST_ROWS = 8
+"""Rows of w in a section, at least."""
 comptime PACKED_ROWS = 512
 """Rows of x that are packed at once."""
 comptime Bf16Members = Pointer[LinearMember[DType.bfloat16, DType.bfloat16], MutUntrackedOrigin]
@@ -64,12 +67,13 @@ def start[rows: Int](members: Bf16Members, count: Int, x: Bf16Pointer, m: Int, k
 
 
 def section_rows(n: Int, workers: Int) -> Int:
-    """Rows of w in a section: as many as leave every worker at least 4 sections, and idle for 5 % at most."""
+    """Rows of w in a section: as many as leave every worker at least 4 sections, and idle for 5 % at most; else those
+    that leave the least."""
     comptime for depth in [SECTION_ROWS, 32, 16]:
         var rounds = ceildiv(ceildiv(n, depth), workers)
         if rounds >= 4 and rounds * workers * depth <= n + n // 20:
             return depth
-    return 8
+    return balanced_rows(LEAST_ROWS, n, workers)
 
 
 @fieldwise_init

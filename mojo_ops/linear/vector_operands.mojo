@@ -22,7 +22,20 @@ def section_rows[most: Int, least: Int](n: Int, workers: Int) -> Int:
     var depth = most
     while depth > least and depth * workers * 4 > n:
         depth //= 2
-    return depth
+    return depth if depth > least else balanced_rows(least, n, workers)
+
+
+def balanced_rows(least: Int, n: Int, workers: Int) -> Int:
+    """Rows of w in a section, from `least` to less than 4 times that, with which the longest of many workers has the
+    fewest; the shortest of such sections."""
+    var best = least
+    var fewest = Int.MAX
+    for depth in range(least, 4 * least):
+        var longest = ceildiv(ceildiv(n, depth), workers) * depth
+        if longest < fewest:
+            best = depth
+            fewest = longest
+    return best
 
 
 @always_inline

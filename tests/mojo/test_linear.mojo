@@ -37,7 +37,7 @@ def check[dtype: DType, weight_dtype: DType, vectors: Bool](n: Int, k: Int) rais
 
     multiply(all, 0, ROWS, 1)
     for m in [1, 2, 3, 4, 5, 8, 9, 17, 64, 100, ROWS]:
-        for workers in [1, 2, 5]:
+        for workers in [1, 2, 5, 11]:
             var first = ROWS - m
             var y = List[Scalar[dtype]](length=m * n, fill=0)
             multiply(y, first, m, workers)

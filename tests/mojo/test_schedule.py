@@ -1,6 +1,6 @@
 """The cut of calls keeps threads busy, by a simulated clock: 4 to 64, larger prompts up to 128, decoding up to 192.
 
-Linear layers up to 128 too: all threads, or as many as a small one has sections for.
+Linear layers up to 192 too: all threads, or as many as a small one has sections for.
 """
 
 import functools
@@ -38,12 +38,12 @@ LARGE = {
 }
 """Nor are these, which many threads share."""
 LARGE_THREADS = (32, 64, 128)
-MATRICES = (1024, 2048, 4096, 8192, 11008, 14336, 151936)
+MATRICES = (2048, 4096, 8192, 11008, 14336, 151936)
 """Rows of w: whole layers of models, the parts of them, and a vocabulary."""
-SMALL = (128, 256, 512)
-"""Rows of w that 128 threads cannot share in sections of 8, the shortest."""
+SMALL = (128, 256, 512, 1024)
+"""Rows of w that 192 threads cannot share in sections of 8, the shortest."""
 SHORTEST = 8
-MATRIX_THREADS = (8, 32, 128)
+MATRIX_THREADS = (8, 32, 48, 96, 128, 160, 192)
 
 
 def calls() -> dict[tuple[str, int], str]:
