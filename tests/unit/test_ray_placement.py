@@ -97,6 +97,7 @@ def test_a_killed_process_has_no_cores_any_more(tmp_path):
 BOUND = """
 import os, sys, threading, time
 from pathlib import Path
+from paged_kv import numa
 from paged_kv.ray import placement
 threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 taken = placement.claim(1, folder=Path(sys.argv[1]))
@@ -110,7 +111,7 @@ class Tasks:
             threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
         return iter(found)
 all_cpus = os.sched_getaffinity(0)
-placement._TASKS = Tasks()
+numa._TASKS = Tasks()
 taken.bind()
 masks = {frozenset(os.sched_getaffinity(int(task))) for task in os.listdir("/proc/self/task")}
 assert masks == {taken.cpus}, masks

@@ -13,6 +13,7 @@ from paged_kv.commands.options import (
     cache_dtype_option,
     device_option,
     load_model,
+    numa_option,
     print_statistics,
     rotation_option,
     sampling_options,
@@ -28,6 +29,7 @@ from paged_kv.output import say
 
 
 @click.command()
+@numa_option
 @threads_option
 @click.option(
     "--model",

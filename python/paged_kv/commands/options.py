@@ -34,6 +34,26 @@ def _set_threads(_context: click.Context, _option: click.Parameter, value: int |
             raise ContractError(f"--threads: {error}") from error
 
 
+def _set_numa(_context: click.Context, _option: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        from paged_kv.numa import set_numa
+
+        try:
+            set_numa(value)
+        except PagedKVError as error:
+            raise ContractError(f"--numa: {error}") from error
+
+
+numa_option = click.option(
+    "--numa",
+    is_eager=True,  # before --threads, which starts threads
+    callback=_set_numa,
+    expose_value=False,
+    metavar="NODE|interleave",
+    help="Run on the CPUs and memory of one NUMA node, or take memory from all nodes by turns.",
+)
+"""The option of the commands that load a model for long."""
+
 threads_option = click.option(
     "--threads",
     type=int,

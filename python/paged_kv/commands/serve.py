@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from paged_kv.arguments import printable
-from paged_kv.commands.options import cache_dtype_option, rotation_option, threads_option
+from paged_kv.commands.options import cache_dtype_option, numa_option, rotation_option, threads_option
 from paged_kv.errors import ContractError
 from paged_kv.files import read_regular
 
@@ -54,6 +54,7 @@ _PATH = click.Path(path_type=Path)
     metavar="FILE",
     help="A TOML file with values for the options here, by their names without --; the command line comes first.",
 )
+@numa_option
 @threads_option
 @click.argument("model", required=False)
 @click.option("--demo", is_flag=True, help="Serve the small model in the package; no MODEL then.")

@@ -17,9 +17,7 @@ from pathlib import Path
 
 from paged_kv.arguments import integer
 from paged_kv.errors import ContractError, ToolchainError
-
-_SYSTEM = Path("/sys/devices/system")
-_TASKS = Path("/proc/self/task")
+from paged_kv.numa import SYSTEM, bind_threads, numbers_of
 
 
 @dataclass(frozen=True)
@@ -52,20 +50,7 @@ class Claim:
 
         Call it before the weights are loaded: memory then lies in the node of these CPUs.
         """
-        # A thread that starts while the others are listed has the mask of the one that started it: it is found in the
-        # next turn, and the last turn found all bound.
-        while sum(self._bind(int(task.name)) for task in _TASKS.iterdir()):
-            pass
-
-    def _bind(self, task: int) -> bool:
-        """Return whether a thread had to be bound."""
-        try:
-            if os.sched_getaffinity(task) <= self.cpus:
-                return False
-            os.sched_setaffinity(task, self.cpus)
-        except ProcessLookupError:  # it has ended
-            return False
-        return True
+        bind_threads(self.cpus)
 
     def release(self) -> None:
         """Gives the CPUs back."""
@@ -106,12 +91,12 @@ def claim(
         time.sleep(0.1)
 
 
-def machine(allowed: Iterable[int] | None = None, system: Path = _SYSTEM) -> list[Core]:
+def machine(allowed: Iterable[int] | None = None, system: Path = SYSTEM) -> list[Core]:
     """The cores that this process may use, by node. A core of which a CPU is not allowed counts with the others."""
     left = sorted(os.sched_getaffinity(0) if allowed is None else allowed)
     cores = []
     while left:
-        listed = _numbers(system / "cpu" / f"cpu{left[0]}" / "topology" / "thread_siblings_list") or [left[0]]
+        listed = numbers_of(system / "cpu" / f"cpu{left[0]}" / "topology" / "thread_siblings_list") or [left[0]]
         mine = tuple(cpu for cpu in listed if cpu in left) or (left[0],)
         cores.append(Core(mine, _node(mine[0], system)))
         left = [cpu for cpu in left if cpu not in mine]
@@ -176,18 +161,8 @@ def _folder() -> Path:
     return folder
 
 
-def _numbers(file: Path) -> list[int]:
-    """The numbers of a list such as `0-3,8`; none where there is no file."""
-    try:
-        text = file.read_text().strip()
-        ends = [part.partition("-") for part in text.split(",") if part]
-        return [n for first, _, last in ends for n in range(int(first), int(last or first) + 1)]
-    except (OSError, ValueError):
-        return []
-
-
 def _node(cpu: int, system: Path) -> int:
     for folder in sorted((system / "node").glob("node[0-9]*")):
-        if cpu in _numbers(folder / "cpulist"):
+        if cpu in numbers_of(folder / "cpulist"):
             return int(folder.name.removeprefix("node"))
     return 0
