@@ -142,7 +142,8 @@ def attend_on_cpu[
                     )
                 following = queue.take()
             elif not has_masks:
-                # The segment's KV heads as if the call had no others.
+                # The segment's KV heads as if the call had no others. The next segment's K, whose first tokens are
+                # prefetched here, may be of other heads: then it is read without.
                 var first = segment.first_head
                 var part = heads.part(segment.heads_of(heads.kv_heads))
                 var part_rows = rows.from_head(first * heads.group, heads.head_dim, heads.value_dim)
