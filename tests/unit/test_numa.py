@@ -61,6 +61,8 @@ print(mode.value, mask[0] & 1, len(os.sched_getaffinity(0)) > 0)
 @pytest.mark.parametrize(("where", "mode"), [("interleave", 3), ("0", 1)])
 def test_the_system_has_the_policy(where, mode):
     result = subprocess.run([sys.executable, "-c", POLICY, where], capture_output=True, text=True, timeout=60)
+    if "refuses this memory policy" in result.stderr:
+        pytest.skip("a container that may not set it")
     assert result.stdout.split() == [str(mode), "1", "True"], result.stderr
 
 
