@@ -23,10 +23,11 @@ def test_ops():
 
 
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
-def test_prefetches_are_spread_over_the_products(tmp_path):
-    """Run the checks of AMX's kernels of tests/mojo, which are none where there is no AMX."""
+@pytest.mark.parametrize("file", ["test_prefetch.mojo", "test_attention_threads.mojo"])
+def test_in_mojo(tmp_path, file):
+    """Run the checks of tests/mojo that take AMX's kernels where there is AMX."""
     folder = amx_emulation.copy_package(tmp_path).parent
-    result = mojo("run", "-I", folder, "-I", TESTS, TESTS / "test_prefetch.mojo")
+    result = mojo("run", "-I", folder, "-I", TESTS, TESTS / file)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
