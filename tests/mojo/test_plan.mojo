@@ -4,7 +4,6 @@ from std.math import ceildiv
 from std.testing import TestSuite, assert_equal, assert_true
 
 from mojo_ops.attention.cpu.plan import (
-    ALL_HEADS,
     BlockSizes,
     MAX_BLOCK_ROWS,
     LENGTHS,
@@ -148,7 +147,7 @@ def test_wide_blocks_go_head_by_head() raises:
             var first = segments[at]
             for split in range(first.num_splits):
                 var segment = segments[at]
-                assert_true(segment.is_prefill())
+                assert_true(segment.prefill)
                 assert_equal(segment.num_splits, first.num_splits)
                 assert_equal(segment.split, split)
                 assert_equal(segment.split_result, first.split_result + split)
@@ -163,7 +162,7 @@ def test_wide_blocks_go_head_by_head() raises:
         assert_equal(segments[at].row, row)
         assert_equal(segments[at].num_rows, count)
         while at < len(segments) and segments[at].row == row:
-            assert_equal(segments[at].head, ALL_HEADS)
+            assert_true(not segments[at].prefill)
             at += 1
     assert_equal(at, len(segments))
     assert_equal(result.max_rows, 5)

@@ -110,7 +110,7 @@ def attend_on_cpu[
             var queries = segment.num_rows * heads.group
             var stride = choice.query_stride(queries)
             var following = Segment.none()
-            if segment.is_prefill():
+            if segment.prefill:
                 var states = prefill_amx.queries if choice.permitted else prefill_vectors.queries
                 states.acc = states.own_acc if segment.split_result < 0 else split_results.acc_of(result.index)
                 if choice.permitted:
@@ -144,7 +144,7 @@ def attend_on_cpu[
             elif not has_masks:
                 # The segment's KV heads as if the call had no others. The next segment's K, whose first tokens are
                 # prefetched here, may be of other heads: then it is read without.
-                var first = segment.first_head
+                var first = segment.head
                 var part = heads.part(segment.heads_of(heads.kv_heads))
                 var part_rows = rows.from_head(first * heads.group, heads.head_dim, heads.value_dim)
                 var part_logits = logits.from_head(first * heads.group)

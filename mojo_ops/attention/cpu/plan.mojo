@@ -59,14 +59,14 @@ struct Segment(TrivialRegisterPassable):
     var num_splits: Int
     """Splits of the block."""
     var head: Int
-    """The KV head of a prefill segment, else `ALL_HEADS`."""
-    var first_head: Int
-    """The first KV head of a segment that is not prefill."""
+    """The first KV head."""
     var num_heads: Int
-    """The number of its KV heads, or `ALL_HEADS` (`SegmentPlan.cut_heads`)."""
+    """The number of KV heads, or `ALL_HEADS`: one of a prefill block, a part where heads are cut."""
+    var prefill: Bool
+    """True if it is one KV head of a prefill block."""
 
-    def __init__(out self, row: Int, num_rows: Int, begin: Int, end: Int, head: Int = ALL_HEADS):
-        """A whole block."""
+    def __init__(out self, row: Int, num_rows: Int, begin: Int, end: Int):
+        """A whole block of all KV heads."""
         self.row = row
         self.num_rows = num_rows
         self.begin = begin
@@ -74,23 +74,24 @@ struct Segment(TrivialRegisterPassable):
         self.split_result = -1
         self.split = 0
         self.num_splits = 1
-        self.head = head
-        self.first_head = 0
+        self.head = 0
         self.num_heads = ALL_HEADS
+        self.prefill = False
 
     @staticmethod
     def none() -> Self:
         """A segment without rows."""
         return Self(0, 0, 0, 0)
 
-    def is_prefill(self) -> Bool:
-        """Return whether it holds one KV head of a prefill block."""
-        return self.head != ALL_HEADS
+    def part(self, head: Int, num_heads: Int) -> Self:
+        """Some of its KV heads."""
+        var part = self
+        part.head = head
+        part.num_heads = num_heads
+        return part
 
     def heads_of(self, kv_heads: Int) -> Int:
         """Return how many of a call's KV heads it computes."""
-        if self.is_prefill():
-            return 1
         return kv_heads if self.num_heads == ALL_HEADS else self.num_heads
 
 
@@ -184,7 +185,7 @@ struct SegmentPlan(Movable):
         if tokens <= MAX_WHOLE_TOKENS:
             self.segments.append(block)
             return
-        if tokens <= (MAX_WHOLE_PREFILL * lengths.longest() if block.is_prefill() else lengths.length()):
+        if tokens <= (MAX_WHOLE_PREFILL * lengths.longest() if block.prefill else lengths.length()):
             self.segments.append(block)
             lengths.cut += tokens
             return
@@ -237,7 +238,7 @@ struct SegmentPlan(Movable):
         for segment in self.segments:
             var work = (segment.end - segment.begin) * segment.num_rows * segment.heads_of(kv_heads)
             total += work
-            if not segment.is_prefill():
+            if not segment.prefill:
                 longest = max(longest, work)
         var parts = 1
         while kv_heads % (2 * parts) == 0 and longest * tasks > total * parts:
@@ -246,13 +247,11 @@ struct SegmentPlan(Movable):
             return
         var cut = List[Segment](capacity=len(self.segments) * parts)
         for segment in self.segments:
-            if segment.is_prefill():
+            if segment.prefill:
                 cut.append(segment)
                 continue
             for part in range(parts):
-                var piece = segment
-                piece.num_heads = kv_heads // parts
-                piece.first_head = part * piece.num_heads
+                var piece = segment.part(part * (kv_heads // parts), kv_heads // parts)
                 if segment.split_result >= 0:
                     piece.split_result += part * self.num_split_results
                 cut.append(piece)
@@ -329,6 +328,8 @@ def plan_segments[
             continue
         plan.max_prefill_rows = max(plan.max_prefill_rows, block.num_rows)
         for head in range(sizes.kv_heads):
-            plan.add_block(Segment(block.row, block.num_rows, block.begin, block.end, head), prefill_lengths)
+            var part = block.part(head, 1)
+            part.prefill = True
+            plan.add_block(part, prefill_lengths)
     plan.order_by_work(max(1, sizes.kv_heads))
     return plan^

@@ -166,8 +166,8 @@ struct KeyRotation(Movable):
         to, o_dtype, Masks
     ]:
         """The rows of a call with the rotated queries of a segment, and of no other, as `to`."""
-        var num_heads = heads.group * (1 if segment.is_prefill() else heads.kv_heads)
-        var first_head = segment.head * heads.group if segment.is_prefill() else 0
+        var num_heads = heads.group * (1 if segment.prefill else heads.kv_heads)
+        var first_head = segment.head * heads.group if segment.prefill else 0
         var target = self.queries.unsafe_bitcast[Scalar[to]]()
         var request = Int(rows.row_batch[unsafe_offset=segment.row])
         self.token_offset = rows.masks.offset(request) if request >= 0 else 0

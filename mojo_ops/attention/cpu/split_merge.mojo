@@ -253,8 +253,8 @@ def finish_segment[
         result: The task's own; afterwards one that can be written.
     """
     var queries = segment.num_rows * heads.group
-    var first_head = segment.head if segment.is_prefill() else 0
-    var kv_heads = 1 if segment.is_prefill() else heads.kv_heads
+    var first_head = segment.head if segment.prefill else 0
+    var kv_heads = 1 if segment.prefill else heads.kv_heads
     if segment.split_result >= 0:
         for head in range(kv_heads):
             for m in range(queries):
