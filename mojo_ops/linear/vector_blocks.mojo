@@ -89,8 +89,8 @@ struct BlockLinear[dtype: DType, weight_dtype: DType](TrivialRegisterPassable):
             begin: The first column.
             end: The column after the last one.
             next: The first column of the section that follows.
-            wide: Room for a block of w: `[groups, K_BLOCK / REGISTER_LANES, W_ROWS, REGISTER_LANES]`.
-            sums: Room for the sums: `[panels, SECTION_ROWS, PANEL_ROWS, REGISTER_LANES]`.
+            wide: Memory for a block of w: `[groups, K_BLOCK / REGISTER_LANES, W_ROWS, REGISTER_LANES]`.
+            sums: Memory for the sums: `[panels, SECTION_ROWS, PANEL_ROWS, REGISTER_LANES]`.
         """
         var panels = self.panels()
         var groups = ceildiv(end - begin, W_ROWS)

@@ -57,14 +57,14 @@ def set_numa(where: str) -> None:
     if number is None or not _TASKS.is_dir():
         raise ToolchainError("NUMA nodes can be chosen on Linux, on x86-64 and ARM64 only")
     placement = place(where, nodes(SYSTEM), os.sched_getaffinity(0), _allowed_nodes())
-    if placement.cpus is not None:
-        bind_threads(placement.cpus)
     words = (ctypes.c_ulong * (max(placement.nodes) // _WORD_BITS + 1))()
     for node in placement.nodes:
         words[node // _WORD_BITS] |= 1 << node % _WORD_BITS
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.syscall(ctypes.c_long(number), placement.mode, words, ctypes.c_ulong(_WORD_BITS * len(words) + 1)):
         raise ToolchainError(f"the system refuses this memory policy: {os.strerror(ctypes.get_errno())}")
+    if placement.cpus is not None:
+        bind_threads(placement.cpus)
 
 
 def place(where: str, found: Mapping[int, frozenset[int]], cpus: set[int], allowed: Iterable[int]) -> Placement:

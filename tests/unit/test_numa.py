@@ -61,14 +61,14 @@ print(mode.value, mask[0] & 1, len(os.sched_getaffinity(0)) > 0)
 @pytest.mark.parametrize(("where", "mode"), [("interleave", 3), ("0", 1)])
 def test_the_system_has_the_policy(where, mode):
     result = subprocess.run([sys.executable, "-c", POLICY, where], capture_output=True, text=True, timeout=60)
-    if "refuses this memory policy" in result.stderr:
+    if "policy: Operation not permitted" in result.stderr:
         pytest.skip("a container that may not set it")
     assert result.stdout.split() == [str(mode), "1", "True"], result.stderr
 
 
 @pytest.mark.parametrize("command", ["generate", "serve"])
 def test_the_option_refuses_other_values(command, capsys):
-    assert _run([command, "--threads", "1", "--numa", "9999"]) == 2
+    assert _run([command, "--threads", "0", "--numa", "9999"]) == 2, "--threads, which starts threads, comes after it"
     assert capsys.readouterr().err.startswith("error: --numa: a NUMA node is one of ")
 
 

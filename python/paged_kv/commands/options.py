@@ -23,25 +23,25 @@ if TYPE_CHECKING:  # MAX takes a third of a second to import: not for `--help`
     from paged_kv.engine.model import DecoderModel
 
 
-def _set_threads(_context: click.Context, _option: click.Parameter, value: int | None) -> None:
-    """Sets the number of threads before a command's own code can use MAX."""
+def _set_threads(_context: click.Context, option: click.Parameter, value: int | None) -> None:
+    from paged_kv.runtime.threads import set_num_threads
+
+    _set(set_num_threads, option, value)
+
+
+def _set_numa(_context: click.Context, option: click.Parameter, value: str | None) -> None:
+    from paged_kv.numa import set_numa
+
+    _set(set_numa, option, value)
+
+
+def _set(call: Callable[[Any], None], option: click.Parameter, value: int | str | None) -> None:
+    """Sets what holds for the process, before a command's own code can use MAX."""
     if value is not None:
-        from paged_kv.runtime.threads import set_num_threads
-
         try:
-            set_num_threads(value)
+            call(value)
         except PagedKVError as error:
-            raise ContractError(f"--threads: {error}") from error
-
-
-def _set_numa(_context: click.Context, _option: click.Parameter, value: str | None) -> None:
-    if value is not None:
-        from paged_kv.numa import set_numa
-
-        try:
-            set_numa(value)
-        except PagedKVError as error:
-            raise ContractError(f"--numa: {error}") from error
+            raise ContractError(f"{option.opts[0]}: {error}") from error
 
 
 numa_option = click.option(
