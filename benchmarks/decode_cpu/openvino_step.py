@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ class OpenVinoStep(Peer):
         core = openvino.Core()
         with tempfile.TemporaryDirectory() as folder:
             model = self._compressed(core.read_model(_converted(problem, Path(folder))))
-            settings = {"PERFORMANCE_HINT": "LATENCY", "KV_CACHE_PRECISION": KV_PRECISION}
+            settings = {"PERFORMANCE_HINT": "LATENCY", "KV_CACHE_PRECISION": KV_PRECISION, **_limits()}
             self._request: Any = core.compile_model(model, "CPU", settings).create_infer_request()
         self._past = 0
         self._step(problem.short())
@@ -92,6 +93,16 @@ class OpenVinoStep(Peer):
     def error(self, problem: Problem) -> float:
         assert isinstance(problem, StepProblem)
         return problem.short_error(self._short_logits)
+
+
+def _limits() -> dict[str, str]:
+    """Where oneDNN is limited to AVX2, what OpenVINO chooses on a CPU that has no more: no bfloat16, no int8 products.
+
+    Its attention and conversions still use what the CPU has.
+    """
+    if os.environ.get("ONEDNN_MAX_CPU_ISA") != "AVX2":
+        return {}
+    return {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
 
 
 def _converted(problem: StepProblem, folder: Path) -> Path:

@@ -2,12 +2,13 @@
 
 import io
 import json
+import subprocess
 
 import pytest
 from rich.console import Console
 
 from paged_kv.bench import provenance, report
-from paged_kv.bench.cases import CASES, QUICK
+from paged_kv.bench.cases import CASES, QUICK, Selection
 from paged_kv.bench.results import row_of
 from paged_kv.bench.run import Run
 from paged_kv.cli import _run
@@ -139,6 +140,20 @@ def test_comparisons_that_need_amx_run_where_it_is(fake_jobs, tmp_path):
     assert _run(["bench", "--cases", "long", "--out", str(tmp_path)]) == 0
     assert _run(["bench", "--cases", "long", "--target", "sapphirerapids", "--out", str(tmp_path)]) == 0
     assert [peer for _, peer in fake_jobs] == ["-", "-", "vllm-amx-32", "vllm-amx-64", "vllm-amx-128"]
+
+
+def test_other_systems_are_kept_to_the_target(monkeypatch):
+    environments = []
+
+    def run(command, *, env, **_):
+        environments.append(env)
+        return subprocess.CompletedProcess(command, 1, stderr=b"no result")
+
+    monkeypatch.setattr("paged_kv.bench.run.subprocess.run", run)
+    for target in ("haswell", "znver4", None):
+        Run(Selection.of(("f16",), with_peers=True), 9, (), "znver4", target).job("f16", "torch")
+    assert [env.get("ATEN_CPU_CAPABILITY") for env in environments] == ["avx2", None, None]
+    assert provenance.provenance("haswell")["machine"].endswith(" limited to haswell")
 
 
 def test_quick_writes_nothing(fake_jobs, tmp_path, monkeypatch):

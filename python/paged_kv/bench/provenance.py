@@ -20,8 +20,8 @@ def cpu_family() -> str:
     return choose_cpu_target(CpuInfo.read()) or platform.machine().lower()
 
 
-def provenance() -> dict[str, str]:
-    """CPU model and date of a measurement."""
+def provenance(target: str | None = None) -> dict[str, str]:
+    """CPU model and date of a measurement, and the target of the kernels where it is not this CPU's."""
     cpu = Path("/proc/cpuinfo")
     text = cpu.read_text() if cpu.exists() else ""
     models = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
@@ -31,6 +31,8 @@ def provenance() -> dict[str, str]:
     machine = f"{models[0] if models else platform.processor()}, {len(models) or '?'} CPUs"
     if telling:
         machine += f" ({' '.join(telling)})"
+    if target is not None:
+        machine += f" limited to {target}"
     return {"machine": machine, "date": datetime.date.today().isoformat()}
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from paged_kv.bench.cases import Selection
 from paged_kv.bench.provenance import provenance, versions
 from paged_kv.bench.results import row_of
 from paged_kv.errors import ContractError
+from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
 
 JOB_SECONDS = 900
 """After which a job is given up: a compile may be part of it."""
@@ -61,7 +63,7 @@ class Run:
 
     def results(self) -> Iterator[dict[str, Any]]:
         """After each case, all so far: rows (`results.row_of`), and versions."""
-        facts = provenance()
+        facts = provenance(self._target)
         rows: list[dict[str, Any]] = []
         for case in self._selection.cases:
             rows.append(row_of(case, self._jobs(case), facts))
@@ -77,13 +79,22 @@ class Run:
     def job(self, case: str, peer: str) -> dict[str, Any]:
         """The job's result; {"note": why} where it died."""
         click.echo(f"{case}{'' if peer == '-' else f' against {peer}'} ...", err=True)
-        target = [self._target] if self._target else []
-        return run_job(self._prefix, "paged_kv.bench.job", self._grid, case, peer, str(self._repeats), *target)
+        arguments = [self._grid, case, peer, str(self._repeats), *([self._target] if self._target else [])]
+        return run_job(self._prefix, "paged_kv.bench.job", *arguments, limits=limits(self._target))
 
 
-def run_job(prefix: Sequence[str], module: str, *arguments: str) -> dict[str, Any]:
+def limits(target: str | None) -> dict[str, str]:
+    """Environment variables that keep torch and oneDNN, which other systems are built on too, to a target's vectors."""
+    if target is None or "avx512f" in REQUIRED_FLAGS[target]:
+        return {}
+    return {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+
+
+def run_job(
+    prefix: Sequence[str], module: str, *arguments: str, limits: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Runs a module in a process of its own, with the path of its result before the arguments; {"note": why} where it
-    died.
+    died. `limits` is added to its environment.
 
     Raises:
         ContractError: the prefix is no command.
@@ -93,7 +104,12 @@ def run_job(prefix: Sequence[str], module: str, *arguments: str) -> dict[str, An
         command = [*prefix, sys.executable, "-m", module, str(path), *arguments]
         try:
             done = subprocess.run(
-                command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=JOB_SECONDS, check=False
+                command,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                timeout=JOB_SECONDS,
+                check=False,
+                env=os.environ | (limits or {}),
             )
         except subprocess.TimeoutExpired:
             return {"note": f"no result after {JOB_SECONDS} s"}
