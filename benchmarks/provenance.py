@@ -11,9 +11,9 @@ from paged_kv.bench import provenance as machine
 CHECKOUT = Path(__file__).resolve().parents[1]
 
 
-def provenance() -> dict[str, str]:
-    """CPU model, date and commit of a measurement; empty where unknown."""
-    return machine.provenance() | {"commit": commit(CHECKOUT)}
+def provenance(target: str | None = None) -> dict[str, str]:
+    """CPU model, date and commit of a measurement, empty where unknown; and the target, where it is not this CPU's."""
+    return machine.provenance(target) | {"commit": commit(CHECKOUT)}
 
 
 def commit(checkout: Path) -> str:

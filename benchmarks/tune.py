@@ -1,6 +1,6 @@
 """Finds the values of `CpuTuning` that are fastest on the CPU of this machine, and writes them into the table.
 
-    python -m benchmarks.tune [--field NAME]... [--repeats N] [--dry-run] [--prefix COMMAND]
+    python -m benchmarks.tune [--field NAME]... [--repeats N] [--dry-run] [--target FAMILY] [--prefix COMMAND]
 
 One field after the other, each candidate value against the present one, by turns in one process; a value is taken where
 it is faster over the cases that decide the field, and a second round looks again at what the first one changed. The row
@@ -30,6 +30,7 @@ from benchmarks.tune_job import TUNE_CASES
 from benchmarks.tuning_table import Row, TuningTable, Values
 from paged_kv.bench.case_kinds import AttentionCase, Case
 from paged_kv.bench.provenance import cpu_family
+from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
 
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE.parent / "mojo_ops"
@@ -117,8 +118,10 @@ def mean(speeds: Iterable[float | None]) -> float:
 class Builds:
     """Copies of the Mojo package, one a row of values, and the jobs that measure them."""
 
-    def __init__(self, folder: Path, table: TuningTable, family: str, repeats: int, prefix: Sequence[str]) -> None:
-        self._folder, self._table, self._family = folder, table, family
+    def __init__(
+        self, folder: Path, table: TuningTable, family: str, repeats: int, prefix: Sequence[str], target: str | None
+    ) -> None:
+        self._folder, self._table, self._family, self._target = folder, table, family, target
         self._sources = folder / "sources"
         shutil.copytree(SOURCES, self._sources)  # they may be edited while this runs
         self._repeats, self._prefix = repeats, prefix
@@ -149,7 +152,8 @@ class Builds:
         """Return what `tune_job` says of each row; None where it died."""
         result = self._folder / "result.json"
         result.unlink(missing_ok=True)
-        arguments = [case, str(repeats), str(result), *(str(self._build(row)) for row in rows)]
+        folders = [str(self._build(row)) for row in rows]
+        arguments = [case, str(repeats), str(result), self._target or "-", *folders]
         command = [*self._prefix, sys.executable, "-m", "benchmarks.tune_job", *arguments]
         done = subprocess.run(command, capture_output=True, cwd=HERE.parent, timeout=JOB_SECONDS)
         if done.returncode or not result.exists():
@@ -180,16 +184,17 @@ def graph_of(case: Case) -> str:
 @click.option("--repeats", type=click.IntRange(min=5), default=31, show_default=True, help="Turns behind a median.")
 @click.option("--rounds", type=click.IntRange(min=1), default=2, show_default=True, help="Over all fields.")
 @click.option("--dry-run", is_flag=True, help="Print what would be written.")
+@click.option("--target", type=click.Choice(list(REQUIRED_FLAGS)), help="Of another family, whose code runs here.")
 @click.option("--prefix", default="", metavar="COMMAND", help="Put before every job's command: `numactl -N 0`.")
-def tune(fields: tuple[str, ...], repeats: int, rounds: int, dry_run: bool, prefix: str) -> None:
+def tune(fields: tuple[str, ...], repeats: int, rounds: int, dry_run: bool, target: str | None, prefix: str) -> None:
     """Measure the values of CpuTuning on this CPU, and write its family's row."""
-    table, family, facts = TuningTable.read(SOURCES / TABLE), cpu_family(), provenance()
+    table, family, facts = TuningTable.read(SOURCES / TABLE), target or cpu_family(), provenance(target)
     choices = {name: choice for name, choice in CHOICES.items() if name in table.fields and name in (fields or CHOICES)}
     for name in sorted((set(fields) | set(table.fields)) - set(choices)):
         if name not in table.fields or name not in CHOICES:
             click.echo(f"{name}: {'no candidates' if name in table.fields else 'no such field'}", err=True)
     with tempfile.TemporaryDirectory() as folder:
-        builds = Builds(Path(folder), table, family, repeats, shlex.split(prefix))
+        builds = Builds(Path(folder), table, family, repeats, shlex.split(prefix), target)
 
         def speeds(rows: Sequence[Values], cases: Sequence[str]) -> list[dict[str, float | None]]:
             found = builds.speeds(rows, cases)

@@ -1,9 +1,9 @@
 """Several builds of the kernels on one case, in turns, in one process and over the same memory.
 
-    python -m benchmarks.tune_job CASE REPEATS RESULT.json FOLDER...
+    python -m benchmarks.tune_job CASE REPEATS RESULT.json TARGET|- FOLDER...
 
-Each FOLDER is a copy of the Mojo package; the first is what the others are held against. With REPEATS 0 they are only
-compiled.
+Each FOLDER is a copy of the Mojo package; the first is what the others are held against. TARGET is what they are
+compiled for, where that is not this CPU. With REPEATS 0 they are only compiled.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+from max.driver import set_virtual_cpu_target
 
 from benchmarks.decode_cpu.cases import CASES as EVERY_CASE
 from benchmarks.decode_cpu.quantised import QuantisedCase
@@ -96,7 +98,9 @@ def _several(run: Callable[[int], object], count: int, i: int) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    name, repeats, path, *folders = arguments
+    name, repeats, path, target, *folders = arguments
+    if target != "-":
+        set_virtual_cpu_target(target)
     seed = time.time_ns() % 2**32
     Path(path).write_text(json.dumps(measure(TUNE_CASES[name], [Path(one) for one in folders], int(repeats), seed)))
 

@@ -74,6 +74,20 @@ def tuning_of(family: StringSlice) -> CpuTuning:
             linear_prefetch=1,
             blocks_ahead=3,
         )
+    # AMD EPYC, 2 CPUs (avx2 avx512f avx512_bf16) limited to znver3, 2026-11-28
+    if family == "znver3":
+        return CpuTuning(
+            fast_bf16_dot=False,
+            interleaved_slots=65536,
+            decode_prefetch_level=1,
+            decode_prefetch_bytes=0,
+            decode_unit_bytes=16384,
+            linear_row_streams=8,
+            linear_streams=8,
+            linear_row_prefetch=1,
+            linear_prefetch=1,
+            blocks_ahead=0,
+        )
     return CpuTuning(
         fast_bf16_dot=False,
         interleaved_slots=65536,
