@@ -112,7 +112,22 @@ WITHOUT_AMX: Goals = {
 
 WITHOUT_BF16: Goals = {
     **EVERYWHERE,
-    "bf16": Goal(None, {"vLLM CPU, page 16": 1.5, _TORCH: 2}, either=True),
+    "bf16": Goal(0.75, {"vLLM CPU, page 16": 1.5, _TORCH: 2}),
+    "f32": Goal(0.85),
+    "hnd": Goal(0.75),
+    "group8": Goal(0.4),
+    "group16": Goal(0.22),
+    "prefill": Goal(None, {_TORCH: 1.5}),
+    "step-prefill": Goal(None, dict.fromkeys(("vLLM CPU", _TRANSFORMERS, "llama.cpp"), 1)),
+    **{
+        f"step-{kind}-{name}": Goal(None, {"llama.cpp": factor, "OpenVINO": ahead})
+        for kind, name, factor, ahead in (
+            ("q8_0", "1", 1.1, 1.1),
+            ("q4_k_m", "1", 1.3, 1.1),
+            ("q8_0", "prefill", 1, 1),
+            ("q4_k_m", "prefill", 1, 1),
+        )
+    },
 }
 """On CPUs that have no bfloat16 instruction at all."""
 

@@ -8,5 +8,6 @@ from std.sys import CompilationTarget
 
 from .cpu_tuning_table import tuning_of
 
-comptime CPU_TUNING = tuning_of(CompilationTarget._arch())
-"""The values of the CPU family that this code is compiled for."""
+comptime FAMILY = CompilationTarget._arch()
+comptime CPU_TUNING = tuning_of("znver3" if FAMILY == "znver2" else FAMILY)
+"""The values of the CPU family that this code is compiled for. A Zen 2 has those of a Zen 3: none was at hand."""
