@@ -16,7 +16,7 @@ from benchmarks.provenance import CHECKOUT, commit
 from paged_kv.bench import report
 from paged_kv.bench.cases import Selection, cases_of
 from paged_kv.bench.provenance import cpu_family
-from paged_kv.bench.run import Run, merged, run_job
+from paged_kv.bench.run import Run, limits, merged, run_job
 from paged_kv.errors import ContractError, PagedKVError
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
 
@@ -58,7 +58,8 @@ def main(
     selection = Selection.of(names, with_peers=not no_peers, cases=grid)
     out.mkdir(parents=True, exist_ok=True)
     file, command, facts = out / f"{family}.json", shlex.split(prefix), {"commit": commit(CHECKOUT)}
-    roof = {} if no_peers else run_job(command, "benchmarks.decode_cpu.roofline", str(repeats))
+    job = (command, "benchmarks.decode_cpu.roofline", str(repeats))
+    roof = {} if no_peers else run_job(*job, limits=limits(target))
     peaks = {"peaks": roof["peaks"]} if "peaks" in roof else {}  # else those of an earlier run stay
     rows: list[dict[str, Any]] = []
     written: dict[str, Any] = {}

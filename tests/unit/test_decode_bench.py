@@ -131,7 +131,7 @@ def checkout(monkeypatch, tmp_path):
     versus = [line.replace(pages.MARK, pages.VERSUS) for line in (BEGIN, END)]
     (tmp_path / "docs/performance.md").write_text("\n".join([*versus, BEGIN, END, ""]))
     monkeypatch.setattr(Run, "job", lambda self, case, peer: fake_job(1e-3, 25, None if peer == "-" else 2e-3))  # noqa: ARG005
-    monkeypatch.setattr("benchmarks.decode_cpu.__main__.run_job", lambda *_: {"peaks": {"float32": 3e11}})
+    monkeypatch.setattr("benchmarks.decode_cpu.__main__.run_job", lambda *_, **__: {"peaks": {"float32": 3e11}})
     for module in ("benchmarks.pages", "benchmarks.decode_cpu.__main__"):
         monkeypatch.setattr(f"{module}.CHECKOUT", tmp_path)
     return tmp_path
