@@ -96,9 +96,8 @@ class OpenVinoStep(Peer):
 
 
 def _limits() -> dict[str, str]:
-    """Where oneDNN is limited to AVX2, what OpenVINO chooses on a CPU that has no more: no bfloat16, no int8 products.
-
-    Its attention and conversions still use what the CPU has.
+    """Settings that OpenVINO has by itself on a CPU of AVX2 alone, for oneDNN limited to that: no bfloat16, no int8
+    products. Its attention and conversions still use what the CPU has.
     """
     if os.environ.get("ONEDNN_MAX_CPU_ISA") != "AVX2":
         return {}
