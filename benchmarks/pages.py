@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.decode_cpu.goals import share_cell, versus_line
-from benchmarks.decode_cpu.roofline import OURS, THEIRS
+from benchmarks.decode_cpu.roofline import OURS, THEIRS, save
 from benchmarks.provenance import CHECKOUT as CHECKOUT
 from paged_kv.bench.compare import read_results
 from paged_kv.bench.results import Row
@@ -183,7 +183,7 @@ def draw(families: Sequence[Results], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     figure.supxlabel("time in units of paged-kv's in the same run; // = longer than the picture", fontsize=8)
     figure.tight_layout()
-    figure.savefig(path)
+    save(figure, path)
     pyplot.close(figure)
 
 

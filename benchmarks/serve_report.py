@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.decode_cpu.roofline import OURS, THEIRS
+from benchmarks.decode_cpu.roofline import OURS, THEIRS, save
 from benchmarks.serve_cases import MODELS, ServeCase
 from benchmarks.serve_results import Row, by_case, systems_of
 from benchmarks.servers import SYSTEMS
@@ -102,7 +102,7 @@ def draw(families: Sequence[Results], path: Path) -> None:
     where = f"{rows[0]['machine']}, {rows[-1]['date']}" if (rows := results["rows"]) else ""
     figure.supxlabel(f"tokens a second while decoding, all requests together; {where}", fontsize=8)
     figure.tight_layout()
-    figure.savefig(path)
+    save(figure, path)
     pyplot.close(figure)
 
 

@@ -23,8 +23,8 @@ def main(folder: Path, settings: dict[str, Any]) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # vLLM's log lines
     if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":  # vLLM asks the CPU which build of its kernels to load
-        cpu: Any = import_module("torch").cpu
-        cpu._is_avx512_supported = cpu._is_avx512_bf16_supported = lambda: False
+        for name in ("_is_avx512_supported", "_is_avx512_bf16_supported"):
+            setattr(import_module("torch").cpu, name, lambda: False)
     vllm: Any = import_module("vllm")
     batch, context = len(settings["tokens"]), len(settings["prompt"])
     new = len(settings["tokens"][0])

@@ -1,6 +1,6 @@
 """The cost of a call on a GPU for the host: arrays that cross to MAX and back, and copies to the device, of each `run`.
 
-torch on the CPU stands in for a GPU; nothing is compiled, the graph's execution is replaced.
+torch on the CPU stands in for a GPU; the graph's execution is replaced.
 """
 
 from collections import Counter
