@@ -150,9 +150,11 @@ def test_other_systems_are_kept_to_the_target(monkeypatch):
         return subprocess.CompletedProcess(command, 1, stderr=b"no result")
 
     monkeypatch.setattr("paged_kv.bench.run.subprocess.run", run)
-    for target in ("haswell", "znver4", None):
+    for target in ("haswell", "icelake-server", "znver4", None):
         Run(Selection.of(("f16",), with_peers=True), 9, (), "znver4", target).job("f16", "torch")
-    assert [env.get("ATEN_CPU_CAPABILITY") for env in environments] == ["avx2", None, None]
+    assert [env.get("ATEN_CPU_CAPABILITY") for env in environments] == ["avx2", None, None, None]
+    isas = ["AVX2", "AVX512_CORE_VNNI", "AVX512_CORE_BF16", None]
+    assert [env.get("ONEDNN_MAX_CPU_ISA") for env in environments] == isas
     assert provenance.provenance("haswell")["machine"].endswith(" limited to haswell")
 
 

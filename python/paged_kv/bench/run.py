@@ -24,6 +24,13 @@ from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
 JOB_SECONDS = 900
 """After which a job is given up: a compile may be part of it."""
 GRID = "paged_kv.bench.cases"
+ONEDNN_ISAS = {
+    "amx_bf16": "AVX512_CORE_AMX",
+    "avx512_bf16": "AVX512_CORE_BF16",
+    "avx512_vnni": "AVX512_CORE_VNNI",
+    "avx512f": "AVX512_CORE",
+}
+"""By a flag of a CPU, the best first, what oneDNN calls the instructions that it may use there."""
 
 
 def merged(path: Path, results: dict[str, Any], cases: Sequence[Case]) -> dict[str, Any]:
@@ -85,9 +92,11 @@ class Run:
 
 def limits(target: str | None) -> dict[str, str]:
     """Environment variables that keep torch and oneDNN, which other systems are built on too, to a target's vectors."""
-    if target is None or "avx512f" in REQUIRED_FLAGS[target]:
+    if target is None:
         return {}
-    return {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    flags = REQUIRED_FLAGS[target]
+    best = next((isa for flag, isa in ONEDNN_ISAS.items() if flag in flags), "AVX2")
+    return {"ONEDNN_MAX_CPU_ISA": best} | ({} if "avx512f" in flags else {"ATEN_CPU_CAPABILITY": "avx2"})
 
 
 def run_job(
