@@ -115,3 +115,15 @@ def widen_all[
         y.unsafe_store(at, widen[width](x.unsafe_offset(at)))
 
     for_vectors(part, count, workers)
+
+
+@no_inline
+def narrow_all[
+    dtype: DType, //
+](y: Pointer[Scalar[dtype], MutUntrackedOrigin], x: Pointer[Float32, MutUntrackedOrigin], count: Int, workers: Workers):
+    """`y = x`, float32 rounded to `dtype`."""
+
+    def part[width: Int](at: Int) {var y, var x}:
+        y.unsafe_store(at, narrow[dtype](x.unsafe_load[width=width](at)))
+
+    for_vectors(part, count, workers)

@@ -5,7 +5,10 @@ from ..isa.threads import Workers
 from .dispatch import linear
 from .experts import check_experts, linear_experts
 from .member import LinearMember
+from ..layers.take_rows import RowSelection, check_selection
+from .quantised.encodings import ENCODINGS
 from .quantised.product import QuantisedMember, linear_quantised, linear_quantised_experts
+from .quantised.rows import QuantisedRows
 
 
 @fieldwise_init
@@ -103,6 +106,35 @@ struct ExpertsCall(TrivialRegisterPassable):
             self.workers,
         )
         _ = members^
+
+
+@fieldwise_init
+struct QuantisedRowsCall(TrivialRegisterPassable):
+    """`y[i] = w[rows[i]]` in float32, of weights in blocks."""
+
+    var y: Int
+    """`[count, k]`."""
+    var w: Int
+    """`[available, row_bytes]`."""
+    var rows: Int
+    """The address of `[count]` int32."""
+    var count: Int
+    var k: Int
+    var row_bytes: Int
+    var available: Int
+    var workers: Workers
+
+    def run[mask: Int](self) raises:
+        """Computes them on the CPU; `mask` has the bit of the encoding."""
+        var bytes = memory_at[DType.uint8](self.w)
+        var rows = constant_at[DType.int32](self.rows)
+        check_selection(RowSelection(bytes, bytes, rows, self.count, self.row_bytes), self.available)
+        var chosen = QuantisedRows(
+            memory_at[DType.float32](self.y), bytes, rows, self.count, self.k, self.row_bytes
+        )
+        comptime for i in range(ENCODINGS.length):
+            comptime if mask >> i & 1 == 1:
+                chosen.unpack[ENCODINGS[i]](self.workers)
 
 
 def given_members(address: Int, count: Int) -> List[Member]:

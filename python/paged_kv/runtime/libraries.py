@@ -51,8 +51,13 @@ COPIED = {1: "uint8", 2: "bfloat16", 4: "float32"}
 _SECONDS = 900
 """After which a build has hung: one takes 10 s on an idle core."""
 _WITH_PAGES = ("attention", "append", "gather", "linear")
-_OF_QUANTISED = ("quantised_linear", "quantised_experts")
+_OF_QUANTISED = ("quantised_linear", "quantised_experts", "quantised_rows")
 _RECURRENT = ("delta_rule", "selective_scan")
+_LAYERS = (
+    *("program", "take_rows", "take_columns", "rms_norm", "rotate", "hadamard", "rotary_tables", "add_scaled"),
+    *("gate_units", "widen", "narrow", "step_rows", "ragged_rows", "unary", "binary"),
+)
+"""The small ops of a step, of one dtype, and what runs its program."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,7 @@ class Kernel:
         """
         rows, cache, o = (*self.dtypes, *[self.dtypes[0]] * 2)[:3]
         kinds = tuple(kind for kind in _WITH_PAGES if _has(kind, rows, cache)) if o == rows else ()
-        kinds = _RECURRENT if self.kind in _RECURRENT else kinds
+        kinds = next((each for each in (_RECURRENT, _LAYERS) if self.kind in each), kinds)
         return Library(kinds if self.kind in kinds else (self.kind,), (rows, cache, o), self.mask)
 
 
@@ -106,7 +111,7 @@ class Library:
     def kernel(self, kind: str) -> Kernel:
         """One of its kernels."""
         counts = {"merge": 1, "append": 2, "gather": 2, "linear": 2, "experts": 2}
-        counts |= dict.fromkeys((*_OF_QUANTISED, *_RECURRENT), 1)
+        counts |= dict.fromkeys((*_OF_QUANTISED, *_RECURRENT, *_LAYERS), 1)
         return Kernel(kind, self.dtypes[: counts.get(kind, 3)], self.mask)
 
     @property
@@ -114,6 +119,8 @@ class Library:
         """Its name as a file."""
         if self.kinds == _RECURRENT:
             return "recurrent"
+        if self.kinds == _LAYERS:
+            return f"layers_{self.dtypes[0]}"
         if len(self.kinds) > 1:
             return "_".join(("pages", *self.dtypes[:2]))
         return self.kernel(self.kinds[0]).name.removeprefix("paged_kv_")
@@ -160,7 +167,7 @@ def api_libraries() -> list[Library]:
 
 KINDS = (
     *("attention", "attention_rotated", "masked_attention", "masked_attention_rotated", "latent", "merge"),
-    *("append", "gather", "linear", "experts", *_OF_QUANTISED, *_RECURRENT),
+    *("append", "gather", "linear", "experts", *_OF_QUANTISED, *_RECURRENT, *_LAYERS),
 )
 
 

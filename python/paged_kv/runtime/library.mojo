@@ -214,3 +214,178 @@ def quantised_experts(call: Int) abi("C") -> Int:
     except error:
         return message_of(error)
     return 0
+
+
+# Kernel take_rows
+from mojo_ops.isa.library_call import message_of
+from mojo_ops.layers.call import TakeRowsCall
+
+
+@export("paged_kv_take_rows")
+def take_rows(call: Int) abi("C") -> Int:
+    try:
+        at[TakeRowsCall](call).run()
+    except error:
+        return message_of(error)
+    return 0
+
+
+# Kernel take_columns
+from mojo_ops.layers.call import TakeColumnsCall
+
+
+@export("paged_kv_take_columns")
+def take_columns(call: Int) abi("C") -> Int:
+    at[TakeColumnsCall](call).run()
+    return 0
+
+
+# Kernel rms_norm
+from mojo_ops.layers.call import RmsNormCall
+
+
+@export("paged_kv_rms_norm")
+def rms_norm(call: Int) abi("C") -> Int:
+    at[RmsNormCall](call).run[A]()
+    return 0
+
+
+# Kernel rotate
+from mojo_ops.layers.call import RotateCall
+
+
+@export("paged_kv_rotate")
+def rotate(call: Int) abi("C") -> Int:
+    at[RotateCall](call).run[A]()
+    return 0
+
+
+# Kernel hadamard
+from mojo_ops.isa.library_call import message_of
+from mojo_ops.layers.call import HadamardCall
+
+
+@export("paged_kv_hadamard")
+def hadamard(call: Int) abi("C") -> Int:
+    try:
+        at[HadamardCall](call).run[A]()
+    except error:
+        return message_of(error)
+    return 0
+
+
+# Kernel rotary_tables
+from mojo_ops.layers.call import RotaryTablesCall
+
+
+@export("paged_kv_rotary_tables")
+def rotary_tables(call: Int) abi("C") -> Int:
+    at[RotaryTablesCall](call).run()
+    return 0
+
+
+# Kernel add_scaled
+from mojo_ops.layers.call import AddScaledCall
+
+
+@export("paged_kv_add_scaled")
+def add_scaled(call: Int) abi("C") -> Int:
+    at[AddScaledCall](call).run[A]()
+    return 0
+
+
+# Kernel gate_units
+from mojo_ops.layers.call import GateUnitsCall
+
+
+@export("paged_kv_gate_units")
+def gate_units(call: Int) abi("C") -> Int:
+    at[GateUnitsCall](call).run[A]()
+    return 0
+
+
+# Kernel widen
+from mojo_ops.layers.call import WidenCall
+
+
+@export("paged_kv_widen")
+def widen(call: Int) abi("C") -> Int:
+    at[WidenCall](call).run[A]()
+    return 0
+
+
+# Kernel narrow
+from mojo_ops.layers.call import NarrowCall
+
+
+@export("paged_kv_narrow")
+def narrow(call: Int) abi("C") -> Int:
+    at[NarrowCall](call).run[A]()
+    return 0
+
+
+# Kernel step_rows
+from mojo_ops.layers.call import StepRowsCall
+
+
+@export("paged_kv_step_rows")
+def step_rows(call: Int) abi("C") -> Int:
+    at[StepRowsCall](call).run()
+    return 0
+
+
+# Kernel ragged_rows
+from mojo_ops.isa.library_call import message_of
+from mojo_ops.layers.call import RaggedRowsCall
+
+
+@export("paged_kv_ragged_rows")
+def ragged_rows(call: Int) abi("C") -> Int:
+    try:
+        at[RaggedRowsCall](call).run()
+    except error:
+        return message_of(error)
+    return 0
+
+
+# Kernel unary
+from mojo_ops.layers.call import UnaryCall
+
+
+@export("paged_kv_unary")
+def unary(call: Int) abi("C") -> Int:
+    at[UnaryCall](call).run[A]()
+    return 0
+
+
+# Kernel binary
+from mojo_ops.layers.call import BinaryCall
+
+
+@export("paged_kv_binary")
+def binary(call: Int) abi("C") -> Int:
+    at[BinaryCall](call).run[A]()
+    return 0
+
+
+# Kernel program
+from mojo_ops.isa.program import ProgramCall
+
+
+@export("paged_kv_program")
+def program(call: Int) abi("C") -> Int:
+    return at[ProgramCall](call).run()
+
+
+# Kernel quantised_rows
+from mojo_ops.isa.library_call import message_of
+from mojo_ops.linear.call import QuantisedRowsCall
+
+
+@export("paged_kv_quantised_rows")
+def quantised_rows(call: Int) abi("C") -> Int:
+    try:
+        at[QuantisedRowsCall](call).run[MASK]()
+    except error:
+        return message_of(error)
+    return 0

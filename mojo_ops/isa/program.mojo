@@ -1,0 +1,29 @@
+"""A program: calls of kernels in a list, which one function makes one after the other."""
+
+from .library_call import Function
+
+
+@fieldwise_init
+struct ProgramCall(TrivialRegisterPassable):
+    """`count` calls of functions of libraries."""
+
+    var functions: Int
+    """The address of `count` addresses of functions."""
+    var operands: Int
+    """The address of `count` addresses of their structs."""
+    var count: Int
+    var stopped: Int
+    """The address of the number of the call that refused its operands."""
+
+    def run(self) -> Int:
+        """Makes the calls up to the first that refuses its operands; the address of what it says, 0 where none does."""
+        var functions, operands = self.functions, self.operands
+        var function = Pointer(to=functions).unsafe_bitcast[Pointer[Function, ImmUntrackedOrigin]]()[]
+        var operand = Pointer(to=operands).unsafe_bitcast[Pointer[Int, ImmUntrackedOrigin]]()[]
+        for i in range(self.count):
+            var message = function[unsafe_offset=i](operand[unsafe_offset=i])
+            if message != 0:
+                var stopped = self.stopped
+                Pointer(to=stopped).unsafe_bitcast[Pointer[Int, MutUntrackedOrigin]]()[][] = i
+                return message
+        return 0

@@ -1,0 +1,356 @@
+"""The small ops of a step as numbers: what a program hands to the library of layers (`../../python/paged_kv/runtime`).
+
+One library of a dtype serves every shape, so what an op of a graph has as a parameter is a number here. Shapes were
+checked when the graph was built; what depends on values is checked here.
+"""
+
+from ..cache.pointers import constant_at, memory_at
+from ..isa.threads import Workers
+from ..transfer.checks import check_offsets
+from ..transfer.ragged_rows import fill_ragged_rows
+from .elementwise import GELU_TANH, NONE, RELU, SIGMOID, SILU, add_scaled, gate_rows, gate_units, narrow_all, widen_all
+from .hadamard import HadamardRows
+from .pointwise import BINARY, Operand, UNARY, binary, unary
+from .rms_norm import RmsNorm
+from .rotary_tables import RotaryTables
+from .rotate import RotaryRows
+from .step_rows import fill_lengths_and_last_rows
+from .take_rows import ColumnSelection, RowSelection, check_selection
+
+comptime ACTIVATIONS = (SILU, GELU_TANH, SIGMOID, RELU, NONE)
+"""In the order of their numbers (`runtime/program_ops.py`)."""
+
+
+@fieldwise_init
+struct TakeRowsCall(TrivialRegisterPassable):
+    """`y[i] = x[rows[i]]`, rows of `row_bytes` bytes."""
+
+    var y: Int
+    var x: Int
+    var rows: Int
+    var count: Int
+    var row_bytes: Int
+    var available: Int
+    """Rows of x."""
+    var workers: Workers
+
+    def run(self) raises:
+        var selection = RowSelection(
+            memory_at[DType.uint8](self.y),
+            memory_at[DType.uint8](self.x),
+            constant_at[DType.int32](self.rows),
+            self.count,
+            self.row_bytes,
+        )
+        check_selection(selection, self.available)
+        selection.copy(self.workers)
+
+
+@fieldwise_init
+struct TakeColumnsCall(TrivialRegisterPassable):
+    """`ColumnSelection`, sizes in bytes."""
+
+    var y: Int
+    var x: Int
+    var rows: Int
+    var groups: Int
+    var group: Int
+    var first: Int
+    var each: Int
+    var workers: Workers
+
+    def run(self):
+        ColumnSelection(
+            memory_at[DType.uint8](self.y),
+            memory_at[DType.uint8](self.x),
+            self.rows,
+            self.groups,
+            self.group,
+            self.first,
+            self.each,
+        ).copy(self.workers)
+
+
+@fieldwise_init
+struct RmsNormCall(TrivialRegisterPassable):
+    """`RmsNorm`; `numbers` is the address of eps and offset, float32."""
+
+    var y: Int
+    var x: Int
+    var weight: Int
+    var rows: Int
+    var columns: Int
+    var numbers: Int
+    var rounds_once: Int
+    var wide_weight: Int
+    """1 where the weight is float32, else it has x's dtype."""
+    var workers: Workers
+
+    def run[dtype: DType](self):
+        comptime if dtype != DType.float32:
+            if self.wide_weight != 0:
+                self.norm[dtype, DType.float32]()
+                return
+        self.norm[dtype, dtype]()
+
+    def norm[dtype: DType, weight_dtype: DType](self):
+        if self.rounds_once != 0:
+            self.norm_rounded[dtype, weight_dtype, True]()
+        else:
+            self.norm_rounded[dtype, weight_dtype, False]()
+
+    def norm_rounded[dtype: DType, weight_dtype: DType, rounds_once: Bool](self):
+        var numbers = constant_at[DType.float32](self.numbers)
+        RmsNorm[dtype, weight_dtype, rounds_once](
+            memory_at[dtype](self.y),
+            memory_at[dtype](self.x),
+            memory_at[weight_dtype](self.weight),
+            self.rows,
+            self.columns,
+            numbers[unsafe_offset=0],
+            numbers[unsafe_offset=1],
+        ).run(self.workers)
+
+
+@fieldwise_init
+struct RotateCall(TrivialRegisterPassable):
+    """`RotaryRows`."""
+
+    var y: Int
+    var x: Int
+    var cos: Int
+    var sin: Int
+    var rows: Int
+    var heads: Int
+    var head_dim: Int
+    var half: Int
+    var workers: Workers
+
+    def run[dtype: DType](self):
+        RotaryRows[dtype](
+            memory_at[dtype](self.y),
+            memory_at[dtype](self.x),
+            memory_at[DType.float32](self.cos),
+            memory_at[DType.float32](self.sin),
+            self.rows,
+            self.heads,
+            self.head_dim,
+            self.half,
+        ).run(self.workers)
+
+
+@fieldwise_init
+struct HadamardCall(TrivialRegisterPassable):
+    """`HadamardRows`."""
+
+    var y: Int
+    var x: Int
+    var rows: Int
+    var heads: Int
+    var head_dim: Int
+    var workers: Workers
+
+    def run[dtype: DType](self) raises:
+        comptime for bits in range(3, 10):
+            if self.head_dim == 1 << bits:
+                HadamardRows[dtype, 1 << bits](
+                    memory_at[dtype](self.y), memory_at[dtype](self.x), self.rows, self.heads
+                ).run(self.workers)
+                return
+        raise Error("head_dim: ", self.head_dim, " is no power of two from 8 to 512")
+
+
+@fieldwise_init
+struct RotaryTablesCall(TrivialRegisterPassable):
+    """`RotaryTables`; `numbers` is the address of amplitude and start, float32."""
+
+    var cos: Int
+    var sin: Int
+    var positions: Int
+    var frequencies: Int
+    var rows: Int
+    var half: Int
+    var numbers: Int
+    var workers: Workers
+
+    def run(self):
+        var numbers = constant_at[DType.float32](self.numbers)
+        RotaryTables(
+            memory_at[DType.float32](self.cos),
+            memory_at[DType.float32](self.sin),
+            constant_at[DType.int32](self.positions),
+            memory_at[DType.float32](self.frequencies),
+            self.rows,
+            self.half,
+            numbers[unsafe_offset=0],
+            numbers[unsafe_offset=1],
+        ).fill(self.workers)
+
+
+@fieldwise_init
+struct AddScaledCall(TrivialRegisterPassable):
+    """`sum = x + factor y`; `numbers` is the address of the factor, float32."""
+
+    var sum: Int
+    var x: Int
+    var y: Int
+    var count: Int
+    var numbers: Int
+    var workers: Workers
+
+    def run[dtype: DType](self):
+        add_scaled(
+            memory_at[dtype](self.sum),
+            memory_at[dtype](self.x),
+            memory_at[dtype](self.y),
+            constant_at[DType.float32](self.numbers)[],
+            self.count,
+            self.workers,
+        )
+
+
+@fieldwise_init
+struct GateUnitsCall(TrivialRegisterPassable):
+    """`y = activation(gate) up`, `[rows, columns]`; gate has as many columns, or one."""
+
+    var y: Int
+    var gate: Int
+    var up: Int
+    var rows: Int
+    var columns: Int
+    var gate_columns: Int
+    var activation: Int
+    """The index among `ACTIVATIONS`."""
+    var workers: Workers
+
+    def run[dtype: DType](self):
+        comptime for i in range(5):
+            if self.activation == i:
+                self.gated[dtype, ACTIVATIONS[i]]()
+
+    def gated[dtype: DType, activation: StaticString](self):
+        var y, gate, up = memory_at[dtype](self.y), memory_at[dtype](self.gate), memory_at[dtype](self.up)
+        if self.gate_columns == 1 and self.columns != 1:
+            gate_rows[activation](y, gate, up, self.rows, self.columns, self.workers)
+        else:
+            gate_units[activation](y, gate, up, self.rows * self.columns, self.workers)
+
+
+@fieldwise_init
+struct WidenCall(TrivialRegisterPassable):
+    """`y = x` as float32."""
+
+    var y: Int
+    var x: Int
+    var count: Int
+    var workers: Workers
+
+    def run[dtype: DType](self):
+        widen_all(memory_at[DType.float32](self.y), memory_at[dtype](self.x), self.count, self.workers)
+
+
+@fieldwise_init
+struct StepRowsCall(TrivialRegisterPassable):
+    """`fill_lengths_and_last_rows`."""
+
+    var lengths: Int
+    var last: Int
+    var positions: Int
+    var rows: Int
+    var row_offsets: Int
+    var batch: Int
+    var workers: Workers
+
+    def run(self):
+        fill_lengths_and_last_rows(
+            memory_at[DType.int32](self.lengths),
+            memory_at[DType.int32](self.last),
+            constant_at[DType.int32](self.positions),
+            self.rows,
+            constant_at[DType.uint32](self.row_offsets),
+            self.batch,
+        )
+
+
+@fieldwise_init
+struct RaggedRowsCall(TrivialRegisterPassable):
+    """`fill_ragged_rows`."""
+
+    var batch_indices: Int
+    var positions: Int
+    var rows: Int
+    var row_offsets: Int
+    var cache_lengths: Int
+    var batch: Int
+    var workers: Workers
+
+    def run(self) raises:
+        var offsets = constant_at[DType.uint32](self.row_offsets)
+        check_offsets(offsets, self.batch, self.rows)
+        fill_ragged_rows(
+            memory_at[DType.int32](self.batch_indices),
+            memory_at[DType.int32](self.positions),
+            self.rows,
+            offsets,
+            constant_at[DType.uint32](self.cache_lengths),
+            self.batch,
+        )
+
+
+@fieldwise_init
+struct UnaryCall(TrivialRegisterPassable):
+    """`y = f(x)` for each element, in float32, rounded once."""
+
+    var y: Int
+    var x: Int
+    var count: Int
+    var function: Int
+    """The index among `UNARY`."""
+    var workers: Workers
+
+    def run[dtype: DType](self):
+        comptime for i in range(3):
+            if self.function == i:
+                unary[UNARY[i]](memory_at[dtype](self.y), memory_at[dtype](self.x), self.count, self.workers)
+
+
+@fieldwise_init
+struct BinaryCall(TrivialRegisterPassable):
+    """`y = f(x, z)` for each element of `[rows, columns]`, in float32, rounded once; an operand may have one row, one
+    column or both.
+    """
+
+    var y: Int
+    var x: Int
+    var x_row: Int
+    """Elements from a row of x to the next; 0 where all rows are one."""
+    var x_column: Int
+    """0 where all columns are one, else 1."""
+    var z: Int
+    var z_row: Int
+    var z_column: Int
+    var rows: Int
+    var columns: Int
+    var function: Int
+    """The index among `BINARY`."""
+    var workers: Workers
+
+    def run[dtype: DType](self):
+        var x = Operand[dtype](memory_at[dtype](self.x), self.x_row, self.x_column)
+        var z = Operand[dtype](memory_at[dtype](self.z), self.z_row, self.z_column)
+        comptime for i in range(4):
+            if self.function == i:
+                binary[BINARY[i]](memory_at[dtype](self.y), x, z, self.rows, self.columns, self.workers)
+
+
+@fieldwise_init
+struct NarrowCall(TrivialRegisterPassable):
+    """`y = x` of float32 in the library's dtype."""
+
+    var y: Int
+    var x: Int
+    var count: Int
+    var workers: Workers
+
+    def run[dtype: DType](self):
+        narrow_all(memory_at[dtype](self.y), memory_at[DType.float32](self.x), self.count, self.workers)

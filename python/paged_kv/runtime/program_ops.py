@@ -1,0 +1,278 @@
+"""Operations of a graph as calls of kernels: the numbers of each call, in the order of its struct in `mojo_ops`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from max.dtype import DType
+
+from paged_kv.runtime.graph_reading import Operation, UnknownGraph, Value, Word, product
+from paged_kv.runtime.libraries import COPIED, Kernel
+
+ACTIVATIONS = ("silu", "gelu_tanh", "sigmoid", "relu", "none")
+"""In the order of `mojo_ops/layers/call.mojo`."""
+UNARY = ("TanhOp", "FloorOp", "Log1pOp")
+"""In the order of `mojo_ops/layers/pointwise.mojo`."""
+BINARY = ("AddOp", "SubOp", "MulOp", "DivOp")
+_MEMBER_WORDS = 5
+_ENCODING_BITS = 5
+_ROPE_THETA = 3
+
+
+class Call(NamedTuple):
+    """A call of a kernel, but for its threads."""
+
+    kernel: Kernel
+    words: list[Word]
+    members: list[Word] = []  # noqa: RUF012 - never changed
+    """Numbers to which the first word of a product of several weights points."""
+
+
+@dataclass
+class Layers:
+    """The library of a step's small ops."""
+
+    dtype: str = "float32"
+    """The dtype of its activations."""
+    kernels: dict[str, Kernel] = field(default_factory=dict)
+
+    def kernel(self, kind: str, dtype: DType | None = None) -> Kernel:
+        """One of its kernels; of another dtype, that of another such library."""
+        name = self.dtype if dtype is None else dtype.name
+        if name not in ("float32", "bfloat16"):
+            raise UnknownGraph(f"{kind} of {name}")
+        return Kernel(kind, (name,))
+
+
+def calls_of(op: Operation, layers: Layers) -> list[Call]:
+    """The calls that compute an operation.
+
+    Raises:
+        UnknownGraph: there is no kernel for it.
+    """
+    if op.name in UNARY or op.name in BINARY:
+        return [_pointwise(op, layers)]
+    read = _OPS.get(op.name)
+    if read is None:
+        raise UnknownGraph(f"the operation {op.name}")
+    return [read(op, layers)]
+
+
+def _take_rows(op: Operation, layers: Layers) -> Call:
+    (y,), (x, rows) = op.results, op.operands
+    row_bytes = product(x.shape[1:]).times(x.dtype.size_in_bytes)
+    return Call(
+        layers.kernel("take_rows"), [y.address, x.address, rows.address, rows.shape[0], row_bytes, x.shape[0]]
+    )
+
+
+def _take_columns(op: Operation, layers: Layers) -> Call:
+    (y,), (x, place) = op.results, op.operands
+    if place.data is None:
+        raise UnknownGraph("columns that are not constant")
+    groups, first = map(int, place.data)
+    size = x.dtype.size_in_bytes
+    sizes = [x.static(1) // groups * size, first * size, y.static(1) // groups * size]
+    return Call(
+        layers.kernel("take_columns"), [y.address, x.address, x.shape[0], Word(groups), *map(Word, sizes)]
+    )
+
+
+def _rms_norm(op: Operation, layers: Layers) -> Call:
+    (y,), (x, weight, numbers) = op.results, op.operands
+    wide = int(weight.dtype == DType.float32)
+    if weight.dtype not in (x.dtype, DType.float32):
+        raise UnknownGraph(f"a norm of {x.dtype} by {weight.dtype}")
+    words = [y.address, x.address, weight.address, *x.shape, numbers.address]
+    return Call(layers.kernel("rms_norm", x.dtype), [*words, Word(int(op.parameters["rounds_once"])), Word(wide)])
+
+
+def _rotate(op: Operation, layers: Layers) -> Call:
+    (y,), (x, cos, sin) = op.results, op.operands
+    return Call(
+        layers.kernel("rotate", x.dtype), [y.address, x.address, cos.address, sin.address, *x.shape, cos.shape[1]]
+    )
+
+
+def _hadamard(op: Operation, layers: Layers) -> Call:
+    (y,), (x,) = op.results, op.operands
+    return Call(layers.kernel("hadamard", x.dtype), [y.address, x.address, *x.shape])
+
+
+def _rotary_tables(op: Operation, layers: Layers) -> Call:
+    (cos, sin), (positions, frequencies, numbers) = op.results, op.operands
+    addresses = [each.address for each in (cos, sin, positions, frequencies)]
+    return Call(layers.kernel("rotary_tables"), [*addresses, *cos.shape, numbers.address])
+
+
+def _add_scaled(op: Operation, layers: Layers) -> Call:
+    (total,), (x, y, numbers) = op.results, op.operands
+    return Call(
+        layers.kernel("add_scaled", x.dtype), [total.address, x.address, y.address, x.size, numbers.address]
+    )
+
+
+def _gate_units(op: Operation, layers: Layers) -> Call:
+    (y,), (gate, up) = op.results, op.operands
+    activation = ACTIVATIONS.index(op.parameters["activation"])
+    words = [y.address, gate.address, up.address, *up.shape, gate.shape[1], Word(activation)]
+    return Call(layers.kernel("gate_units", up.dtype), words)
+
+
+def _widen(op: Operation, layers: Layers) -> Call:
+    (y,), (x,) = op.results, op.operands
+    return Call(layers.kernel("widen", x.dtype), [y.address, x.address, x.size])
+
+
+def _cast(op: Operation, layers: Layers) -> Call:
+    (y,), x = op.results, op.operands[0]
+    if y.dtype == DType.float32:
+        return _widen(op, layers)
+    if x.dtype == DType.float32:
+        return Call(layers.kernel("narrow", y.dtype), [y.address, x.address, x.size])
+    raise UnknownGraph(f"a conversion of {x.dtype} to {y.dtype}")
+
+
+def _step_rows(op: Operation, layers: Layers) -> Call:
+    (lengths, last), (positions, row_offsets) = op.results, op.operands
+    addresses = [lengths.address, last.address, positions.address]
+    return Call(
+        layers.kernel("step_rows"), [*addresses, lengths.shape[0], row_offsets.address, last.shape[0]]
+    )
+
+
+def _ragged_rows(op: Operation, layers: Layers) -> Call:
+    (requests, positions), (row_offsets, cache_lengths) = op.results, op.operands
+    words = [requests.address, positions.address, requests.shape[0], row_offsets.address, cache_lengths.address]
+    return Call(layers.kernel("ragged_rows"), [*words, cache_lengths.shape[0]])
+
+
+def _pointwise(op: Operation, layers: Layers) -> Call:
+    (y,) = op.results
+    if op.name in UNARY:
+        (x,) = op.operands
+        function = Word(UNARY.index(op.name))
+        return Call(layers.kernel("unary", x.dtype), [y.address, x.address, y.size, function])
+    rows, columns = product(y.shape[:-1]), y.shape[-1]
+    words = [y.address]
+    for operand in op.operands:
+        words += [operand.address, *_strides(operand, y)]
+    function = Word(BINARY.index(op.name))
+    return Call(layers.kernel("binary", y.dtype), [*words, rows, columns, function])
+
+
+def _strides(operand: Value, y: Value) -> tuple[Word, Word]:
+    """Elements from a row of an operand to the next, and from a column to the next, where it is `y` `[..., columns]`,
+    one row of it, one column or one number.
+    """
+    shape = (Word(1),) * (len(y.shape) - len(operand.shape)) + operand.shape
+    column = Word(0) if shape[-1] == Word(1) != y.shape[-1] else Word(1)
+    if shape[:-1] == y.shape[:-1]:
+        return shape[-1], column
+    if all(word == Word(1) for word in shape[:-1]):
+        return Word(0), column
+    raise UnknownGraph("operands whose rows differ")
+
+
+def _linear(op: Operation, _: Layers) -> Call:
+    x, *weights = op.operands
+    kernel = Kernel("linear", (x.dtype.name, weights[0].dtype.name))
+    members: list[Word] = []
+    for y, w in zip(op.results, weights, strict=True):
+        members += [y.address, w.address, w.shape[0], Word(0), Word(0)]
+    return Call(kernel, [Word(len(weights)), x.address, *x.shape], members)
+
+
+def _quantised_linear(op: Operation, _: Layers) -> Call:
+    x, *weights = op.operands
+    encodings = _encodings(op, len(weights))
+    mask = _mask(encodings)
+    members: list[Word] = []
+    for y, w, encoding in zip(op.results, weights, encodings, strict=True):
+        members += [y.address, w.address, *w.shape, Word(encoding)]
+    return Call(
+        Kernel("quantised_linear", (x.dtype.name,), mask), [Word(len(weights)), x.address, *x.shape], members
+    )
+
+
+def _quantised_rows(op: Operation, _: Layers) -> Call:
+    (y,), (w, rows) = op.results, op.operands
+    kernel = Kernel("quantised_rows", ("float32",), 1 << int(op.parameters["encoding"]))
+    return Call(
+        kernel, [y.address, w.address, rows.address, *y.shape, w.shape[1], w.shape[0]]
+    )
+
+
+def _encodings(op: Operation, count: int) -> list[int]:
+    number = int(op.parameters["encodings"])
+    return [number >> _ENCODING_BITS * i & (1 << _ENCODING_BITS) - 1 for i in range(count)]
+
+
+def _mask(encodings: Sequence[int]) -> int:
+    mask = 0
+    for encoding in encodings:
+        mask |= 1 << encoding
+    return mask
+
+
+def _append(op: Operation, _: Layers) -> Call:
+    k, v, requests, positions, *cache = op.operands
+    rows, memory = k.dtype.name, cache[0].dtype.name
+    if rows == memory:
+        rows = memory = COPIED[k.dtype.size_in_bytes]
+    words = [k.address, v.address, *k.shape, *v.shape[1:], requests.address, positions.address]
+    return Call(Kernel("append", (rows, memory)), [*words, *_cache(op, cache)])
+
+
+def _attention(op: Operation, _: Layers) -> Call:
+    (o, lse), (q, row_batch, row_lengths, *rest) = op.results, op.operands
+    cache, (slopes, sinks, window_left, options) = rest[:4], rest[4:]
+    if options.data is None or options.data[_ROPE_THETA]:
+        raise UnknownGraph("attention that rotates keys")
+    rows = [o.address, lse.address, q.address, *q.shape, o.shape[2], row_batch.address, row_lengths.address]
+    masks = [Word(0)] * 10
+    logits = [slopes.address, slopes.shape[0], sinks.address, sinks.shape[0]]
+    logits += [Word(int(window_left.number())), options.address]
+    kernel = Kernel("attention", (q.dtype.name, cache[0].dtype.name, o.dtype.name))
+    return Call(kernel, [*rows, *masks, *logits, *_cache(op, cache)])
+
+
+def _cache(op: Operation, operands: Sequence[Value]) -> list[Word]:
+    """`CacheMemory` of a buffer of all layers, `[pages, 2, layers, page_size, Hk, D]`."""
+    k, v, table, view = operands
+    if len(k.shape) != 6 or k is not v or op.parameters["kv_layout"] != "NHD":
+        raise UnknownGraph("a cache that is no buffer of all layers")
+    layer = int(view.number())
+    pages, _, layers, page_size, kv_heads, head_dim = k.shape
+    row = product((kv_heads, head_dim))
+    layer_size = product((page_size, row))
+    half = product((layers, layer_size))
+    start = layer_size.times(layer)
+    strides = [half.times(2), row, head_dim]
+    v_start = Word(start.constant + half.constant)
+    memory = [k.address, k.size, k.address, k.size, pages, page_size, kv_heads, head_dim]
+    return [*memory, start, *strides, v_start, *strides, head_dim, table.address, *table.shape]
+
+
+_OPS: dict[str, Callable[[Operation, Layers], Call]] = {
+    "CastOp": _cast,
+    "paged_kv_take_rows": _take_rows,
+    "paged_kv_take_columns": _take_columns,
+    "paged_kv_rms_norm": _rms_norm,
+    "paged_kv_rotate": _rotate,
+    "paged_kv_hadamard": _hadamard,
+    "paged_kv_rotary_tables": _rotary_tables,
+    "paged_kv_add_scaled": _add_scaled,
+    "paged_kv_gate_units": _gate_units,
+    "paged_kv_widen": _widen,
+    "paged_kv_step_rows": _step_rows,
+    "paged_kv_ragged_rows": _ragged_rows,
+    "paged_kv_linear": _linear,
+    "paged_kv_quantised_linear": _quantised_linear,
+    "paged_kv_quantised_rows": _quantised_rows,
+    "paged_kv_append": _append,
+    "paged_kv_attention": _attention,
+}
