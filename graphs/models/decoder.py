@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from max.dtype import DType
-from max.graph import DeviceRef, Graph, Module, TensorType, TensorValue, ops
+from max.graph import DeviceRef, Graph, KernelLibrary, Module, TensorType, TensorValue, ops
 
 from paged_kv.errors import ContractError
 from paged_kv.graphs import ops as paged
@@ -352,6 +352,7 @@ def build_step(
     name: str = STEP,
     weight_prefix: str = "",
     kv_format: KVFormat | None = None,
+    library: KernelLibrary | None = None,
 ) -> None:
     """Adds the graph `name` to `module`: `DecodeInputs`, `WindowInputs` where `config.windows_apart`, of a hybrid model
     `StateInputs`, and rows `[N]` int32 -> logits `[N, vocab]` float32 after them.
@@ -360,7 +361,7 @@ def build_step(
     that of weights, activations and cache, of quantised models that of the cache alone; with `kv_format` the cache
     holds such codes. Weights are bound when the model is initialised, from the host's memory, by their checkpoint names
     after `weight_prefix`. All inputs and the logits lie on `device`, the CPU where it is None; on a GPU linear layers
-    are MAX's matmul.
+    are MAX's matmul. `library` says which ops there are, the package's sources where it is None.
     """
     device = device or DeviceRef.CPU()
     kind = cache_dtype(dtype, kv_format)
@@ -371,7 +372,10 @@ def build_step(
         types += window_input_types(kind, shape, device).flatten()
     types += state_input_types(state_shapes(config, "slots"), device).flatten()
     types.append(TensorType(DType.int32, ["N"], device))
-    with Graph(name, input_types=types, custom_extensions=[kernels()], module=module) as graph:
+    extensions = [] if library else [kernels()]
+    with Graph(
+        name, input_types=types, custom_extensions=extensions, kernel_library=library, module=module
+    ) as graph:
         parameters = Parameters.of(graph, config, dtype, device, weight_prefix)
         count = len(inputs.flatten())
         step, (*values, wanted) = graph_inputs(graph.inputs[:count]), graph.inputs[count:]

@@ -17,6 +17,8 @@ from .rotate import RotaryRows
 from .step_rows import fill_lengths_and_last_rows
 from .take_rows import ColumnSelection, RowSelection, check_selection
 
+comptime CONVERTED = (DType.bfloat16, DType.float16, DType.int32)
+"""Dtypes that become float32, and the first two the other way."""
 comptime ACTIVATIONS = (SILU, GELU_TANH, SIGMOID, RELU, NONE)
 """In the order of their numbers (`runtime/program_ops.py`)."""
 
@@ -237,16 +239,25 @@ struct GateUnitsCall(TrivialRegisterPassable):
 
 
 @fieldwise_init
-struct WidenCall(TrivialRegisterPassable):
-    """`y = x` as float32."""
+struct ConvertCall(TrivialRegisterPassable):
+    """`y = x` in another dtype; one of the two is float32."""
 
     var y: Int
     var x: Int
     var count: Int
+    var source: Int
+    """The index among `CONVERTED`; -1: float32."""
+    var target: Int
     var workers: Workers
 
-    def run[dtype: DType](self):
-        widen_all(memory_at[DType.float32](self.y), memory_at[dtype](self.x), self.count, self.workers)
+    def run(self):
+        comptime for i in range(3):
+            comptime dtype = CONVERTED[i]
+            if self.source == i:
+                widen_all(memory_at[DType.float32](self.y), memory_at[dtype](self.x), self.count, self.workers)
+            comptime if dtype.is_floating_point():
+                if self.target == i:
+                    narrow_all(memory_at[dtype](self.y), memory_at[DType.float32](self.x), self.count, self.workers)
 
 
 @fieldwise_init
@@ -341,16 +352,3 @@ struct BinaryCall(TrivialRegisterPassable):
         comptime for i in range(4):
             if self.function == i:
                 binary[BINARY[i]](memory_at[dtype](self.y), x, z, self.rows, self.columns, self.workers)
-
-
-@fieldwise_init
-struct NarrowCall(TrivialRegisterPassable):
-    """`y = x` of float32 in the library's dtype."""
-
-    var y: Int
-    var x: Int
-    var count: Int
-    var workers: Workers
-
-    def run[dtype: DType](self):
-        narrow_all(memory_at[dtype](self.y), memory_at[DType.float32](self.x), self.count, self.workers)

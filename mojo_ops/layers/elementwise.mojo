@@ -112,7 +112,10 @@ def widen_all[
     """`y = x`, as float32."""
 
     def part[width: Int](at: Int) {var y, var x}:
-        y.unsafe_store(at, widen[width](x.unsafe_offset(at)))
+        comptime if dtype.is_floating_point():
+            y.unsafe_store(at, widen[width](x.unsafe_offset(at)))
+        else:
+            y.unsafe_store(at, x.unsafe_load[width=width](at).cast[DType.float32]())
 
     for_vectors(part, count, workers)
 

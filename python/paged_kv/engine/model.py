@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
@@ -33,7 +34,11 @@ from paged_kv.runtime.artefacts import load_graphs
 from paged_kv.runtime.compile_key import Sources, digests_of
 from paged_kv.runtime.first_execution import execute
 from paged_kv.runtime.forks import check_not_forked
+from paged_kv.runtime.graph_reading import UnknownGraph
+from paged_kv.runtime.program import Program
 from paged_kv.runtime.session import Runtime, default_runtime
+
+logger = logging.getLogger("paged_kv.engine")
 
 LEAST_STATES = 16
 """Slots of state of a hybrid model, unless it is told otherwise: a request has one or two."""
@@ -113,15 +118,31 @@ class DecoderModel:
             self.num_states = usual if num_states is None else integer("num_states", num_states, 2)
         self._states = [_new_states(shape) for shape in decoder.state_shapes(config, self.num_states)]
         self._keys = step.keys(runtime.architecture)
-        models = load_graphs(
-            runtime.session,
-            self._keys,
-            lambda module, _: step.build(module, runtime.device),
-            weights=weights,
-            on_compile=on_compile,
-            compiled_ahead=compiled_ahead,
-        )
-        self._model: Model = models[decoder.STEP]
+        self._program: Program | None = None
+        if self._device.is_host and compiled_ahead is None:
+            try:
+                self._program = step.program(weights, self._input_buffers())
+            except UnknownGraph as unknown:
+                logger.info("the step is compiled by MAX: %s", unknown)
+        if self._program is None:
+            models = load_graphs(
+                runtime.session,
+                self._keys,
+                lambda module, _: step.build(module, runtime.device),
+                weights=weights,
+                on_compile=on_compile,
+                compiled_ahead=compiled_ahead,
+            )
+            self._model: Model = models[decoder.STEP]
+
+    def _input_buffers(self) -> list[np.ndarray | None]:
+        """For each input of the step's graph the storage that it is, or None."""
+        inputs: list[np.ndarray | None] = [None] * 4 + [to_numpy(self._blocks)]
+        if self._window_blocks is not None:
+            inputs += [None, to_numpy(self._window_blocks)]
+        if self._states:
+            inputs += [None] * 4 + [to_numpy(buffer) for buffer in self._states]
+        return [*inputs, None]
 
     @classmethod
     def from_folder(
@@ -298,7 +319,10 @@ class DecoderModel:
             if states is None:
                 raise ContractError("states: a model with recurrent layers needs them")
             of_states = state_inputs(states.sources, states.saves, self._states).flatten()
-        arguments = [to_buffer(value) for value in (*inputs.flatten(), *of_windows, *of_states, wanted)]
+        values = (*inputs.flatten(), *of_windows, *of_states, wanted)
+        if self._program is not None:
+            return self._program.run([value for value in values if isinstance(value, np.ndarray)])[0]
+        arguments = [to_buffer(value) for value in values]
         if self._device.is_host:
             return execute(self._model.execute, *arguments)[0].to_numpy()
         caches = (self._blocks, self._window_blocks)

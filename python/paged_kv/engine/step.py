@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from max.driver import Buffer, set_virtual_cpu_target
 from max.dtype import DType
 from max.graph import DeviceRef, Module
 
 from paged_kv.arguments import shown
+from paged_kv.arrays.host import to_numpy
 from paged_kv.checkpoint.config import load_config
 from paged_kv.checkpoint.source import open_source
 from paged_kv.engine.demo_model import FOLDER
@@ -24,6 +27,8 @@ from paged_kv.runtime.artefacts import compile_ahead
 from paged_kv.runtime.compile_key import MODELS, CompileKey
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
 from paged_kv.runtime.graph_bundle import GraphBundle
+from paged_kv.runtime.graph_reading import KernelsInLibraries, read_graph
+from paged_kv.runtime.program import Program
 from paged_kv.runtime.session import default_runtime
 
 DEMO_DTYPE = DType.float32
@@ -53,6 +58,23 @@ class StepGraph:
     def build(self, module: Module, device: DeviceRef) -> None:
         """Adds the graph to `module`."""
         decoder.build_step(self.geometry, self.dtype, module, device, kv_format=self.kv_format)
+
+    def program(self, weights: Mapping[str, Any], buffers: Sequence[np.ndarray | None]) -> Program:
+        """The step as a program for this CPU.
+
+        Args:
+            weights: As for `DecoderModel`.
+            buffers: For each input of the graph the array that it always is, or None for what a step brings.
+
+        Raises:
+            UnknownGraph: a program does not know one of the step's operations.
+            ToolchainError: as `libraries.load`.
+        """
+        module = Module()
+        kind = {"kv_format": self.kv_format, "library": KernelsInLibraries()}
+        decoder.build_step(self.geometry, self.dtype, module, DeviceRef.CPU(), **kind)
+        graph = read_graph(module, buffers)
+        return Program(graph, {name: to_numpy(weights[name]) for name in graph.weights}, buffers)
 
 
 def demo_bundle() -> GraphBundle:

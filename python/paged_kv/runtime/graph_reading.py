@@ -6,7 +6,7 @@ MAX has no public way to walk a graph; the names of its own that this takes are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -112,6 +112,12 @@ class ReadGraph(NamedTuple):
     operations: list[Operation]
     outputs: list[Value]
 
+    @property
+    def weights(self) -> list[str]:
+        """The names of the weights that operations read."""
+        read = [operand.memory.weight for op in self.operations for operand in op.operands]
+        return [name for name in dict.fromkeys(read) if name]
+
 
 class UnknownGraph(ContractError):
     """A graph has what a program does not know; MAX compiles it."""
@@ -133,18 +139,23 @@ def product(words: tuple[Word, ...]) -> Word:
     return total
 
 
-def read_graph(module: Module, sizes: Mapping[str, int]) -> ReadGraph:
+def read_graph(module: Module, buffers: Sequence[Array | None]) -> ReadGraph:
     """The one graph of a module.
 
     Args:
         module: It has one graph.
-        sizes: Symbolic dimensions whose size is known.
+        buffers: For each input the array that it always is, whose sizes are then no symbols, or None.
 
     Raises:
         UnknownGraph: an operation or a shape is not known.
     """
     (graph,) = module.mlir_module.body
     block = graph.regions[0].front
+    sizes: dict[str, int] = {}
+    for argument, buffer in zip(block.arguments, buffers, strict=True):
+        if buffer is not None:
+            shape = _value(argument.type, {}).shape
+            sizes |= {word.symbol: size for word, size in zip(shape, buffer.shape, strict=True) if word.coefficient}
     values: dict[Any, Value] = {}
     inputs = []
     for argument in block.arguments:

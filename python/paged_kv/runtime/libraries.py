@@ -55,7 +55,7 @@ _OF_QUANTISED = ("quantised_linear", "quantised_experts", "quantised_rows")
 _RECURRENT = ("delta_rule", "selective_scan")
 _LAYERS = (
     *("program", "take_rows", "take_columns", "rms_norm", "rotate", "hadamard", "rotary_tables", "add_scaled"),
-    *("gate_units", "widen", "narrow", "step_rows", "ragged_rows", "unary", "binary"),
+    *("gate_units", "convert", "step_rows", "ragged_rows", "unary", "binary"),
 )
 """The small ops of a step, of one dtype, and what runs its program."""
 

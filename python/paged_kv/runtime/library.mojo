@@ -304,23 +304,13 @@ def gate_units(call: Int) abi("C") -> Int:
     return 0
 
 
-# Kernel widen
-from mojo_ops.layers.call import WidenCall
+# Kernel convert
+from mojo_ops.layers.call import ConvertCall
 
 
-@export("paged_kv_widen")
-def widen(call: Int) abi("C") -> Int:
-    at[WidenCall](call).run[A]()
-    return 0
-
-
-# Kernel narrow
-from mojo_ops.layers.call import NarrowCall
-
-
-@export("paged_kv_narrow")
-def narrow(call: Int) abi("C") -> Int:
-    at[NarrowCall](call).run[A]()
+@export("paged_kv_convert")
+def convert(call: Int) abi("C") -> Int:
+    at[ConvertCall](call).run()
     return 0
 
 

@@ -48,7 +48,6 @@ class Program:
         graph: As `read_graph` gives it.
         weights: Arrays by the names of the graph's weights; they outlive the program.
         buffers: For each input of the graph the array that it always is, or None for what each step brings.
-        dtype: The dtype of the activations.
 
     Raises:
         UnknownGraph: the graph has what no kernel computes.
@@ -56,7 +55,7 @@ class Program:
     """
 
     def __init__(
-        self, graph: ReadGraph, weights: Mapping[str, Array], buffers: Sequence[Array | None], dtype: str
+        self, graph: ReadGraph, weights: Mapping[str, Array], buffers: Sequence[Array | None]
     ) -> None:
         self._lock = Lock()
         self._inputs = [value for value, buffer in zip(graph.inputs, buffers, strict=True) if buffer is None]
@@ -69,7 +68,7 @@ class Program:
                 value.at = Word(_address(buffer))
         self._bind(graph, weights)
         self.slots = place(graph)
-        layers = Layers(dtype)
+        layers = Layers.of(graph.operations)
         self.operations = graph.operations
         self.calls: list[Call] = []
         self.of_call: list[int] = []

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 from max.dtype import DType
 
 from paged_kv.runtime.graph_reading import Operation, UnknownGraph, Value, Word, product
@@ -14,10 +13,12 @@ from paged_kv.runtime.libraries import COPIED, Kernel
 
 ACTIVATIONS = ("silu", "gelu_tanh", "sigmoid", "relu", "none")
 """In the order of `mojo_ops/layers/call.mojo`."""
+CONVERTED = ("bfloat16", "float16", "int32")
+"""In the order of `mojo_ops/layers/call.mojo`."""
 UNARY = ("TanhOp", "FloorOp", "Log1pOp")
 """In the order of `mojo_ops/layers/pointwise.mojo`."""
 BINARY = ("AddOp", "SubOp", "MulOp", "DivOp")
-_MEMBER_WORDS = 5
+_COMPUTING = ("paged_kv_rms_norm", "paged_kv_linear", "paged_kv_add_scaled", "AddOp")
 _ENCODING_BITS = 5
 _ROPE_THETA = 3
 
@@ -31,13 +32,19 @@ class Call(NamedTuple):
     """Numbers to which the first word of a product of several weights points."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Layers:
     """The library of a step's small ops."""
 
-    dtype: str = "float32"
-    """The dtype of its activations."""
-    kernels: dict[str, Kernel] = field(default_factory=dict)
+    dtype: str
+    """The dtype of the step's activations."""
+
+    @staticmethod
+    def of(operations: Sequence[Operation]) -> Layers:
+        """The library of some operations: that of bfloat16 where one computes in it."""
+        computing = [op for op in operations if op.name in _COMPUTING]
+        narrow = any(value.dtype == DType.bfloat16 for op in computing for value in op.results)
+        return Layers("bfloat16" if narrow else "float32")
 
     def kernel(self, kind: str, dtype: DType | None = None) -> Kernel:
         """One of its kernels; of another dtype, that of another such library."""
@@ -122,18 +129,12 @@ def _gate_units(op: Operation, layers: Layers) -> Call:
     return Call(layers.kernel("gate_units", up.dtype), words)
 
 
-def _widen(op: Operation, layers: Layers) -> Call:
-    (y,), (x,) = op.results, op.operands
-    return Call(layers.kernel("widen", x.dtype), [y.address, x.address, x.size])
-
-
-def _cast(op: Operation, layers: Layers) -> Call:
+def _convert(op: Operation, layers: Layers) -> Call:
     (y,), x = op.results, op.operands[0]
-    if y.dtype == DType.float32:
-        return _widen(op, layers)
-    if x.dtype == DType.float32:
-        return Call(layers.kernel("narrow", y.dtype), [y.address, x.address, x.size])
-    raise UnknownGraph(f"a conversion of {x.dtype} to {y.dtype}")
+    pair = [CONVERTED.index(each.dtype.name) if each.dtype.name in CONVERTED else -1 for each in (x, y)]
+    if DType.float32 not in (x.dtype, y.dtype) or (pair[0] < 0) == (pair[1] < 0) or y.dtype == DType.int32:
+        raise UnknownGraph(f"a conversion of {x.dtype.name} to {y.dtype.name}")
+    return Call(layers.kernel("convert"), [y.address, x.address, x.size, *map(Word, pair)])
 
 
 def _step_rows(op: Operation, layers: Layers) -> Call:
@@ -258,7 +259,7 @@ def _cache(op: Operation, operands: Sequence[Value]) -> list[Word]:
 
 
 _OPS: dict[str, Callable[[Operation, Layers], Call]] = {
-    "CastOp": _cast,
+    "CastOp": _convert,
     "paged_kv_take_rows": _take_rows,
     "paged_kv_take_columns": _take_columns,
     "paged_kv_rms_norm": _rms_norm,
@@ -267,7 +268,7 @@ _OPS: dict[str, Callable[[Operation, Layers], Call]] = {
     "paged_kv_rotary_tables": _rotary_tables,
     "paged_kv_add_scaled": _add_scaled,
     "paged_kv_gate_units": _gate_units,
-    "paged_kv_widen": _widen,
+    "paged_kv_widen": _convert,
     "paged_kv_step_rows": _step_rows,
     "paged_kv_ragged_rows": _ragged_rows,
     "paged_kv_linear": _linear,
