@@ -9,8 +9,9 @@ from ..isa.threads import Workers
 from ..transfer.checks import check_offsets
 from ..transfer.ragged_rows import fill_ragged_rows
 from .elementwise import GELU_TANH, NONE, RELU, SIGMOID, SILU, add_scaled, gate_rows, gate_units, narrow_all, widen_all
+from .experts import ExpertChoice, GatedHalves, WeightedSum
 from .hadamard import HadamardRows
-from .pointwise import BINARY, Operand, UNARY, binary, unary
+from .pointwise import BINARY, Operand, UNARY, binary, mean_of_rows, unary
 from .rms_norm import RmsNorm
 from .rotary_tables import RotaryTables
 from .rotate import RotaryRows
@@ -320,7 +321,7 @@ struct UnaryCall(TrivialRegisterPassable):
     var workers: Workers
 
     def run[dtype: DType](self):
-        comptime for i in range(3):
+        comptime for i in range(4):
             if self.function == i:
                 unary[UNARY[i]](memory_at[dtype](self.y), memory_at[dtype](self.x), self.count, self.workers)
 
@@ -352,3 +353,114 @@ struct BinaryCall(TrivialRegisterPassable):
         comptime for i in range(4):
             if self.function == i:
                 binary[BINARY[i]](memory_at[dtype](self.y), x, z, self.rows, self.columns, self.workers)
+
+
+@fieldwise_init
+struct MeanCall(TrivialRegisterPassable):
+    """`y[row]` is the mean of row `row` of x `[rows, columns]`, both float32."""
+
+    var y: Int
+    var x: Int
+    var rows: Int
+    var columns: Int
+    var workers: Workers
+
+    def run(self):
+        mean_of_rows(
+            memory_at[DType.float32](self.y),
+            memory_at[DType.float32](self.x),
+            self.rows,
+            self.columns,
+            self.workers,
+        )
+
+
+@fieldwise_init
+struct ChooseExpertsCall(TrivialRegisterPassable):
+    """`ExpertChoice`; `scale` is the address of a float32, `bias` 0 where there is none."""
+
+    var weights: Int
+    var experts: Int
+    var logits: Int
+    var bias: Int
+    var rows: Int
+    var count: Int
+    var chosen: Int
+    var groups: Int
+    var chosen_groups: Int
+    var has_bias: Int
+    var sigmoid: Int
+    var sum_to_one: Int
+    var scale: Int
+    var workers: Workers
+
+    def run(self):
+        ExpertChoice(
+            memory_at[DType.float32](self.weights),
+            memory_at[DType.int32](self.experts),
+            memory_at[DType.float32](self.logits),
+            memory_at[DType.float32](self.bias),
+            self.rows,
+            self.count,
+            self.chosen,
+            self.groups,
+            self.chosen_groups,
+            self.has_bias != 0,
+            self.sigmoid != 0,
+            self.sum_to_one != 0,
+            memory_at[DType.float32](self.scale)[],
+        ).run(self.workers)
+
+
+@fieldwise_init
+struct GateHalvesCall(TrivialRegisterPassable):
+    """`GatedHalves`; `numbers` is the address of alpha and limit, float32."""
+
+    var y: Int
+    var x: Int
+    var rows: Int
+    var columns: Int
+    var numbers: Int
+    var clamped: Int
+    """1 for the activation "clamped", else it is "silu"."""
+    var workers: Workers
+
+    def run[dtype: DType](self):
+        if self.clamped != 0:
+            self.gate[dtype, "clamped"]()
+        else:
+            self.gate[dtype, "silu"]()
+
+    def gate[dtype: DType, activation: StaticString](self):
+        var numbers = memory_at[DType.float32](self.numbers)
+        GatedHalves[dtype, activation](
+            memory_at[dtype](self.y),
+            memory_at[dtype](self.x),
+            self.rows,
+            self.columns,
+            numbers[unsafe_offset=0],
+            numbers[unsafe_offset=1],
+        ).run(self.workers)
+
+
+@fieldwise_init
+struct WeightedSumCall(TrivialRegisterPassable):
+    """`WeightedSum`."""
+
+    var y: Int
+    var x: Int
+    var weights: Int
+    var rows: Int
+    var count: Int
+    var columns: Int
+    var workers: Workers
+
+    def run[dtype: DType](self):
+        WeightedSum[dtype](
+            memory_at[dtype](self.y),
+            memory_at[dtype](self.x),
+            memory_at[DType.float32](self.weights),
+            self.rows,
+            self.count,
+            self.columns,
+        ).run(self.workers)

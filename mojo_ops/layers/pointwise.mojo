@@ -1,6 +1,6 @@
 """What is left of a step between our ops: functions of each element, and of two, in float32, rounded once."""
 
-from std.math import floor, log1p, tanh
+from std.math import floor, log1p, rsqrt, tanh
 
 from ..isa.convert import LANES, narrow, widen
 from ..isa.threads import Workers, for_rows
@@ -9,7 +9,8 @@ from .elementwise import for_vectors
 comptime TANH: StaticString = "tanh"
 comptime FLOOR: StaticString = "floor"
 comptime LOG1P: StaticString = "log1p"
-comptime UNARY = (TANH, FLOOR, LOG1P)
+comptime RSQRT: StaticString = "rsqrt"
+comptime UNARY = (TANH, FLOOR, LOG1P, RSQRT)
 """In the order of their numbers (`runtime/program_ops.py`)."""
 comptime ADD: StaticString = "add"
 comptime SUB: StaticString = "sub"
@@ -53,6 +54,8 @@ def unary[
             value = tanh(value)
         elif function == FLOOR:
             value = floor(value)
+        elif function == RSQRT:
+            value = rsqrt(value)
         else:
             value = log1p(value)
         y.unsafe_store(at, narrow[dtype](value))
@@ -98,3 +101,28 @@ def combined[
         return narrow[dtype](a * b)
     else:
         return narrow[dtype](a / b)
+
+
+@no_inline
+def mean_of_rows(
+    y: Pointer[Float32, MutUntrackedOrigin],
+    x: Pointer[Float32, MutUntrackedOrigin],
+    rows: Int,
+    columns: Int,
+    workers: Workers,
+):
+    """The mean of each row of x."""
+
+    def task(begin: Int, end: Int) {var y, var x, var columns}:
+        for row in range(begin, end):
+            var at = x.unsafe_offset(row * columns)
+            var whole = columns // LANES * LANES
+            var sums = SIMD[DType.float32, LANES](0)
+            for d in range(0, whole, LANES):
+                sums += at.unsafe_load[width=LANES](d)
+            var total = sums.reduce_add()
+            for d in range(whole, columns):
+                total += at[unsafe_offset=d]
+            y[unsafe_offset=row] = total / Float32(columns)
+
+    for_rows(task, rows, columns, workers)

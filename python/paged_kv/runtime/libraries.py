@@ -56,8 +56,13 @@ _RECURRENT = ("delta_rule", "selective_scan")
 _LAYERS = (
     *("program", "take_rows", "take_columns", "rms_norm", "rotate", "hadamard", "rotary_tables", "add_scaled"),
     *("gate_units", "convert", "step_rows", "ragged_rows", "unary", "binary"),
+    *("mean", "choose_experts", "gate_halves", "weighted_sum"),
 )
 """The small ops of a step, of one dtype, and what runs its program."""
+_RECURRENT_LAYERS = ("causal_conv1d", "layer_recurrence", "gated_norm")
+"""The ops of recurrent layers, of one dtype of activations."""
+_TOGETHER = (_RECURRENT, _LAYERS, _RECURRENT_LAYERS)
+"""Kernels that lie in one library."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,7 @@ class Kernel:
         """
         rows, cache, o = (*self.dtypes, *[self.dtypes[0]] * 2)[:3]
         kinds = tuple(kind for kind in _WITH_PAGES if _has(kind, rows, cache)) if o == rows else ()
-        kinds = next((each for each in (_RECURRENT, _LAYERS) if self.kind in each), kinds)
+        kinds = next((each for each in _TOGETHER if self.kind in each), kinds)
         return Library(kinds if self.kind in kinds else (self.kind,), (rows, cache, o), self.mask)
 
 
@@ -111,7 +116,7 @@ class Library:
     def kernel(self, kind: str) -> Kernel:
         """One of its kernels."""
         counts = {"merge": 1, "append": 2, "gather": 2, "linear": 2, "experts": 2}
-        counts |= dict.fromkeys((*_OF_QUANTISED, *_RECURRENT, *_LAYERS), 1)
+        counts |= dict.fromkeys((*_OF_QUANTISED, *_RECURRENT, *_LAYERS, *_RECURRENT_LAYERS), 1)
         return Kernel(kind, self.dtypes[: counts.get(kind, 3)], self.mask)
 
     @property
@@ -119,8 +124,8 @@ class Library:
         """Its name as a file."""
         if self.kinds == _RECURRENT:
             return "recurrent"
-        if self.kinds == _LAYERS:
-            return f"layers_{self.dtypes[0]}"
+        if self.kinds in (_LAYERS, _RECURRENT_LAYERS):
+            return ("layers_" if self.kinds == _LAYERS else "recurrent_layers_") + self.dtypes[0]
         if len(self.kinds) > 1:
             return "_".join(("pages", *self.dtypes[:2]))
         return self.kernel(self.kinds[0]).name.removeprefix("paged_kv_")
@@ -167,7 +172,7 @@ def api_libraries() -> list[Library]:
 
 KINDS = (
     *("attention", "attention_rotated", "masked_attention", "masked_attention_rotated", "latent", "merge"),
-    *("append", "gather", "linear", "experts", *_OF_QUANTISED, *_RECURRENT, *_LAYERS),
+    *("append", "gather", "linear", "experts", *_OF_QUANTISED, *_RECURRENT, *_LAYERS, *_RECURRENT_LAYERS),
 )
 
 

@@ -379,3 +379,81 @@ def quantised_rows(call: Int) abi("C") -> Int:
     except error:
         return message_of(error)
     return 0
+
+
+# Kernel mean
+from mojo_ops.layers.call import MeanCall
+
+
+@export("paged_kv_mean")
+def mean(call: Int) abi("C") -> Int:
+    at[MeanCall](call).run()
+    return 0
+
+
+# Kernel choose_experts
+from mojo_ops.layers.call import ChooseExpertsCall
+
+
+@export("paged_kv_choose_experts")
+def choose_experts(call: Int) abi("C") -> Int:
+    at[ChooseExpertsCall](call).run()
+    return 0
+
+
+# Kernel gate_halves
+from mojo_ops.layers.call import GateHalvesCall
+
+
+@export("paged_kv_gate_halves")
+def gate_halves(call: Int) abi("C") -> Int:
+    at[GateHalvesCall](call).run[A]()
+    return 0
+
+
+# Kernel weighted_sum
+from mojo_ops.layers.call import WeightedSumCall
+
+
+@export("paged_kv_weighted_sum")
+def weighted_sum(call: Int) abi("C") -> Int:
+    at[WeightedSumCall](call).run[A]()
+    return 0
+
+
+# Kernel causal_conv1d
+from mojo_ops.isa.library_call import message_of
+from mojo_ops.recurrent.call import CausalConv1dCall
+
+
+@export("paged_kv_causal_conv1d")
+def causal_conv1d(call: Int) abi("C") -> Int:
+    try:
+        at[CausalConv1dCall](call).run[A]()
+    except error:
+        return message_of(error)
+    return 0
+
+
+# Kernel layer_recurrence
+from mojo_ops.isa.library_call import message_of
+from mojo_ops.recurrent.call import LayerRecurrenceCall
+
+
+@export("paged_kv_layer_recurrence")
+def layer_recurrence(call: Int) abi("C") -> Int:
+    try:
+        at[LayerRecurrenceCall](call).run()
+    except error:
+        return message_of(error)
+    return 0
+
+
+# Kernel gated_norm
+from mojo_ops.recurrent.call import GatedNormCall
+
+
+@export("paged_kv_gated_norm")
+def gated_norm(call: Int) abi("C") -> Int:
+    at[GatedNormCall](call).run[A]()
+    return 0

@@ -15,7 +15,7 @@ ACTIVATIONS = ("silu", "gelu_tanh", "sigmoid", "relu", "none")
 """In the order of `mojo_ops/layers/call.mojo`."""
 CONVERTED = ("bfloat16", "float16", "int32")
 """In the order of `mojo_ops/layers/call.mojo`."""
-UNARY = ("TanhOp", "FloorOp", "Log1pOp")
+UNARY = ("TanhOp", "FloorOp", "Log1pOp", "RsqrtOp")
 """In the order of `mojo_ops/layers/pointwise.mojo`."""
 BINARY = ("AddOp", "SubOp", "MulOp", "DivOp")
 _COMPUTING = ("paged_kv_rms_norm", "paged_kv_linear", "paged_kv_add_scaled", "AddOp")
@@ -219,6 +219,93 @@ def _mask(encodings: Sequence[int]) -> int:
     return mask
 
 
+def _mean(op: Operation, layers: Layers) -> Call:
+    (y,), x = op.results, op.operands[0]
+    if x.dtype != DType.float32 or product(y.shape) != product(x.shape[:-1]):
+        raise UnknownGraph("a mean that is none of float32 rows")
+    return Call(layers.kernel("mean"), [y.address, x.address, y.size, x.shape[-1]])
+
+
+def _choose_experts(op: Operation, layers: Layers) -> Call:
+    (weights, experts), (logits, bias, sizes, scale) = op.results, op.operands
+    if sizes.data is None:
+        raise UnknownGraph("sizes that are not constant")
+    groups, chosen_groups, sigmoid, sum_to_one = map(int, sizes.data)
+    addresses = [weights.address, experts.address, logits.address, bias.address]
+    flags = [groups, chosen_groups, int(bias.static(0) > 0), sigmoid, sum_to_one]
+    return Call(
+        layers.kernel("choose_experts"),
+        [*addresses, *logits.shape, experts.shape[1], *map(Word, flags), scale.address],
+    )
+
+
+def _gate_halves(op: Operation, layers: Layers) -> Call:
+    (y,), (x, numbers) = op.results, op.operands
+    clamped = Word(int(op.parameters["activation"] == "clamped"))
+    return Call(
+        layers.kernel("gate_halves", x.dtype), [y.address, x.address, *y.shape, numbers.address, clamped]
+    )
+
+
+def _weighted_sum(op: Operation, layers: Layers) -> Call:
+    (y,), (x, weights) = op.results, op.operands
+    return Call(layers.kernel("weighted_sum", x.dtype), [y.address, x.address, weights.address, *x.shape])
+
+
+def _expert_linear(op: Operation, _: Layers) -> Call:
+    (y,), (x, w, experts) = op.results, op.operands
+    member = [y.address, w.address, w.shape[1], Word(0), Word(0)]
+    words = [Word(1), x.address, experts.address, experts.shape[0], x.shape[0], w.shape[0], x.shape[1]]
+    return Call(Kernel("experts", (x.dtype.name, w.dtype.name)), words, member)
+
+
+def _quantised_experts(op: Operation, _: Layers) -> Call:
+    x, experts, *weights = op.operands
+    encodings = _encodings(op, len(weights))
+    members: list[Word] = []
+    for y, w, encoding in zip(op.results, weights, encodings, strict=True):
+        members += [y.address, w.address, *w.shape[1:], Word(encoding)]
+    words = [Word(len(weights)), x.address, experts.address, experts.shape[0], x.shape[0], weights[0].shape[0]]
+    kernel = Kernel("quantised_experts", (x.dtype.name,), _mask(encodings))
+    return Call(kernel, [*words, x.shape[1]], members)
+
+
+def _causal_conv1d(op: Operation, _: Layers) -> Call:
+    (y,), (x, weight, bias, windows, layer, *table) = op.results, op.operands
+    addresses = [y.address, x.address, weight.address, bias.address, Word(int(bias.static(0) > 0)), windows.address]
+    flags = [op.parameters["activation"] == "silu", weight.dtype == DType.float32]
+    sizes = [*x.shape, weight.shape[1], windows.shape[1], Word(int(layer.number()))]
+    kernel = Kernel("causal_conv1d", (x.dtype.name,))
+    return Call(kernel, [*addresses, *sizes, *(Word(int(flag)) for flag in flags), *_states(table, windows)])
+
+
+def _linear_recurrence(op: Operation, layers: Layers) -> Call:
+    (o,), (x, a, b, rates, bias, skip, sizes, numbers, matrices, layer, *table) = op.results, op.operands
+    addresses = [each.address for each in (o, x, a, b, rates, bias, skip, matrices)]
+    _, num_layers, heads, _, key_dim, _ = matrices.shape
+    words = [x.shape[0], heads, key_dim, x.shape[1], sizes.address, numbers.address, num_layers]
+    words += [Word(int(layer.number())), Word(int(op.parameters["delta"]))]
+    return Call(Kernel("layer_recurrence", (layers.dtype,)), [*addresses, *words, *_states(table, matrices)])
+
+
+def _gated_norm(op: Operation, _: Layers) -> Call:
+    (y,), (x, z, weight, numbers) = op.results, op.operands
+    addresses = [y.address, x.address, z.address, weight.address]
+    flags = [op.parameters["gate_first"], weight.dtype == DType.float32]
+    weight_rows = Word(weight.static(0) // x.static(1))
+    return Call(
+        Kernel("gated_norm", (z.dtype.name,)),
+        [*addresses, *x.shape, weight_rows, numbers.address, *(Word(int(flag)) for flag in flags)],
+    )
+
+
+def _states(table: Sequence[Value], buffer: Value) -> list[Word]:
+    """`StatesMemory`."""
+    _, sources, _, save_counts, _ = table
+    addresses = [each.address for each in table]
+    return [*addresses, sources.shape[0], save_counts.shape[0], buffer.shape[0]]
+
+
 def _append(op: Operation, _: Layers) -> Call:
     k, v, requests, positions, *cache = op.operands
     rows, memory = k.dtype.name, cache[0].dtype.name
@@ -274,6 +361,15 @@ _OPS: dict[str, Callable[[Operation, Layers], Call]] = {
     "paged_kv_linear": _linear,
     "paged_kv_quantised_linear": _quantised_linear,
     "paged_kv_quantised_rows": _quantised_rows,
+    "ReduceMeanOp": _mean,
+    "paged_kv_choose_experts": _choose_experts,
+    "paged_kv_gate_halves": _gate_halves,
+    "paged_kv_weighted_sum": _weighted_sum,
+    "paged_kv_expert_linear": _expert_linear,
+    "paged_kv_quantised_experts": _quantised_experts,
+    "paged_kv_causal_conv1d": _causal_conv1d,
+    "paged_kv_linear_recurrence": _linear_recurrence,
+    "paged_kv_gated_norm": _gated_norm,
     "paged_kv_append": _append,
     "paged_kv_attention": _attention,
 }
