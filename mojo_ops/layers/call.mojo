@@ -321,7 +321,7 @@ struct UnaryCall(TrivialRegisterPassable):
     var workers: Workers
 
     def run[dtype: DType](self):
-        comptime for i in range(4):
+        comptime for i in range(5):
             if self.function == i:
                 unary[UNARY[i]](memory_at[dtype](self.y), memory_at[dtype](self.x), self.count, self.workers)
 

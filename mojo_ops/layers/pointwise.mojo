@@ -4,13 +4,13 @@ from std.math import floor, log1p, rsqrt, tanh
 
 from ..isa.convert import LANES, narrow, widen
 from ..isa.threads import Workers, for_rows
-from .elementwise import for_vectors
+from .elementwise import GELU_TANH, activated, for_vectors
 
 comptime TANH: StaticString = "tanh"
 comptime FLOOR: StaticString = "floor"
 comptime LOG1P: StaticString = "log1p"
 comptime RSQRT: StaticString = "rsqrt"
-comptime UNARY = (TANH, FLOOR, LOG1P, RSQRT)
+comptime UNARY = (TANH, FLOOR, LOG1P, RSQRT, GELU_TANH)
 """In the order of their numbers (`runtime/program_ops.py`)."""
 comptime ADD: StaticString = "add"
 comptime SUB: StaticString = "sub"
@@ -54,6 +54,8 @@ def unary[
             value = tanh(value)
         elif function == FLOOR:
             value = floor(value)
+        elif function == GELU_TANH:
+            value = activated[GELU_TANH](value)
         elif function == RSQRT:
             value = rsqrt(value)
         else:

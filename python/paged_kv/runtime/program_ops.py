@@ -15,7 +15,7 @@ ACTIVATIONS = ("silu", "gelu_tanh", "sigmoid", "relu", "none")
 """In the order of `mojo_ops/layers/call.mojo`."""
 CONVERTED = ("bfloat16", "float16", "int32")
 """In the order of `mojo_ops/layers/call.mojo`."""
-UNARY = ("TanhOp", "FloorOp", "Log1pOp", "RsqrtOp")
+UNARY = ("TanhOp", "FloorOp", "Log1pOp", "RsqrtOp", "GeluTanhOp")
 """In the order of `mojo_ops/layers/pointwise.mojo`."""
 BINARY = ("AddOp", "SubOp", "MulOp", "DivOp")
 _COMPUTING = ("paged_kv_rms_norm", "paged_kv_linear", "paged_kv_add_scaled", "AddOp")
@@ -74,6 +74,14 @@ def _take_rows(op: Operation, layers: Layers) -> Call:
     return Call(
         layers.kernel("take_rows"), [y.address, x.address, rows.address, rows.shape[0], row_bytes, x.shape[0]]
     )
+
+
+def _gather(op: Operation, layers: Layers) -> Call:
+    (y,), (x, rows, *_) = op.results, op.operands
+    if rows.dtype != DType.int32 or y.shape != (*rows.shape, *x.shape[1:]):
+        raise UnknownGraph("a gather that takes no rows")
+    row_bytes = product(x.shape[1:]).times(x.dtype.size_in_bytes)
+    return Call(layers.kernel("take_rows"), [y.address, x.address, rows.address, rows.size, row_bytes, x.shape[0]])
 
 
 def _take_columns(op: Operation, layers: Layers) -> Call:
@@ -361,6 +369,7 @@ _OPS: dict[str, Callable[[Operation, Layers], Call]] = {
     "paged_kv_linear": _linear,
     "paged_kv_quantised_linear": _quantised_linear,
     "paged_kv_quantised_rows": _quantised_rows,
+    "GatherOp": _gather,
     "ReduceMeanOp": _mean,
     "paged_kv_choose_experts": _choose_experts,
     "paged_kv_gate_halves": _gate_halves,
