@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import tokenizers
 
-from paged_kv.arguments import printable
+from paged_kv.checkpoint.file_errors import file_errors
 from paged_kv.errors import CheckpointError
 from paged_kv.files import read_regular
 
@@ -25,21 +23,5 @@ def read_tokenizer(file: Path) -> tokenizers.Tokenizer:
     """
     if not file.is_file():
         raise CheckpointError(f"{file}: no such file (the model's own tokenizer belongs beside its weights)")
-    with library_errors(f"{file}: not a tokenizer"):
+    with file_errors(f"{file}: not a tokenizer"):
         return tokenizers.Tokenizer.from_buffer(read_regular(file, _MAX_BYTES))
-
-
-@contextmanager
-def library_errors(problem: str) -> Iterator[None]:
-    """Raises what the library raises as a `CheckpointError` that begins with `problem`.
-
-    The library raises `Exception` itself, and where Rust code panics a subclass of `BaseException`.
-    """
-    try:
-        yield
-    except Exception as error:
-        raise CheckpointError(f"{problem}: {printable(error)}") from None
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise CheckpointError(f"{problem}: {printable(error)}") from None

@@ -21,6 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.utils import Namespace
 
 from paged_kv.arguments import printable
+from paged_kv.checkpoint.file_errors import file_errors
 from paged_kv.errors import CheckpointError, ContractError
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
@@ -40,10 +41,14 @@ class Template:
 
     def __init__(self, text: str, names: Mapping[str, str]) -> None:
         self.text, self._names = text, dict(names)
-        try:
-            self._template = _environment().from_string(text)
-        except (TemplateError, RecursionError) as error:
-            raise CheckpointError(f"the chat template cannot be read: {printable(error)}") from None
+        problem = "the chat template cannot be read"
+        with file_errors(problem):
+            try:
+                self._template = _environment().from_string(text)
+            except TemplateError as error:
+                raise CheckpointError(f"{problem}: {printable(error)}") from error
+            except MemoryError as error:  # what Python's parser says of code that is nested too deep
+                raise CheckpointError(f"{problem}: it is nested too deep") from error
 
     def render(
         self,
