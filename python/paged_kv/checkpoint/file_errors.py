@@ -32,6 +32,6 @@ def file_errors(problem: Path | str) -> Iterator[None]:
         is_panic = type(error).__name__ == "PanicException"
         if not isinstance(error, Exception) and not is_panic:
             raise
-        explains_itself = is_panic or type(error) is Exception or isinstance(error, OSError)
+        explains_itself = is_panic or type(error) is Exception or isinstance(error, OSError | ValueError)
         reason = error if explains_itself else f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{problem}: {printable(reason)}") from error
