@@ -7,6 +7,7 @@ from pathlib import Path
 import tokenizers
 
 from paged_kv.checkpoint.file_errors import file_errors
+from paged_kv.checkpoint.tokenizer_limits import check_file, check_made
 from paged_kv.errors import CheckpointError
 from paged_kv.files import read_regular
 
@@ -19,9 +20,16 @@ def read_tokenizer(file: Path) -> tokenizers.Tokenizer:
     """The tokenizer that `file` describes.
 
     Raises:
-        CheckpointError: there is no such file, or it is no tokenizer.
+        CheckpointError: there is no such file, it is no tokenizer, or it makes too much of a text.
     """
     if not file.is_file():
         raise CheckpointError(f"{file}: no such file (the model's own tokenizer belongs beside its weights)")
     with file_errors(f"{file}: not a tokenizer"):
-        return tokenizers.Tokenizer.from_buffer(read_regular(file, _MAX_BYTES))
+        content = read_regular(file, _MAX_BYTES)
+        check_file(content, file)
+        tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        # Some files carry the lengths of their training batches; a prompt is taken as it is.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        check_made(tokenizer, file)
+        return tokenizer

@@ -13,6 +13,7 @@ from paged_kv.checkpoint.end_tokens import END_TEXTS
 from paged_kv.checkpoint.file_errors import file_errors
 from paged_kv.checkpoint.source import Source
 from paged_kv.checkpoint.tokenizer_file import TOKENIZER, read_tokenizer
+from paged_kv.checkpoint.tokenizer_limits import LONGEST_TOKEN
 from paged_kv.errors import CheckpointError, ContractError, ContractTypeError
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.structured_output import StructureCompiler
@@ -39,11 +40,11 @@ class Tokenizer:
         self._file = file
         self._vocab_size = config.vocab_size
         with file_errors(file):
-            # Some files carry the lengths of their training batches; a prompt is taken as it is.
-            self._tokenizer.no_truncation()
-            self._tokenizer.no_padding()
             self._hide_ends(config.eos_token_ids)
-            largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+            vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+            largest, longest = max(vocabulary.values(), default=-1), max(map(len, vocabulary), default=0)
+        if longest > LONGEST_TOKEN:
+            raise CheckpointError(f"{file}: a token has {longest} characters, expected at most {LONGEST_TOKEN}")
         if largest >= config.vocab_size:
             raise CheckpointError(
                 f"{file}: vocabulary mismatch: token ids go up to {largest}, "

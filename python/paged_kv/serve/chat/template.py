@@ -28,8 +28,10 @@ from paged_kv.serve.chat.template_compiler import LimitedCode, LimitedContext
 from paged_kv.serve.chat.template_guards import limited_call, limited_filters, limited_operator, limited_tests
 from paged_kv.serve.chat.template_limits import Budget, TemplateLimitError
 
-_MOST_TEXT = 1 << 20
+_MOST_TEXT = 1 << 18
 """Characters of a template; the longest real ones have some 30,000."""
+_CHARGED = 1 << 16
+"""Characters of a rendered text that are counted at once."""
 _MOST_PATTERN, _MOST_WORDS = 1024, 100_000
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """The names of a message's thoughts; templates read the first, gpt-oss's the second."""
@@ -77,11 +79,14 @@ class Template:
         context = self._template.new_context({"documents": None} | values)
         assert isinstance(context, LimitedContext)
         context.budget = budget = Budget([given, tools, variables])
-        pieces = []
+        pieces, size = [], 0
         try:
             for piece in self._template.root_render_func(context):
-                budget.charge(len(piece))
                 pieces.append(piece)
+                size += len(piece)
+                if size > _CHARGED:
+                    budget.charge(size)
+                    size = 0
             return "".join(pieces)
         except TemplateLimitError as error:
             raise ContractError(f"messages: the chat template cannot be rendered with them: {error}") from error

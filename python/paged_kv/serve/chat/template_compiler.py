@@ -39,6 +39,7 @@ class LimitedCode(CodeGenerator):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._bodies: dict[int, int] = {}
+        self._tests: set[int] = set()
         self._is_sum = False
         self._finalize = self._FinalizeInfo(None, "text(")  # and nothing is computed before the template runs
 
@@ -51,12 +52,21 @@ class LimitedCode(CodeGenerator):
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:  # noqa: N802
         self._bodies[id(node.body)] = 1 + _statements(node.body)
+        if node.test is not None:
+            self._tests.add(id(node.test))
         super().visit_For(node, frame)
 
     def blockvisit(self, nodes: Sequence[nodes.Node], frame: Frame) -> None:
         if id(nodes) in self._bodies:
             self.writeline(f"tick({self._bodies[id(nodes)]})")
         super().blockvisit(nodes, frame)
+
+    def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
+        """Writes a node; the condition of a loop counts, as the loop's body does."""
+        is_test = id(node) in self._tests
+        self.write("(tick() or " if is_test else "")
+        super().visit(node, *args, **kwargs)
+        self.write(")" if is_test else "")
 
     def visit_Add(self, node: nodes.Add, frame: Frame) -> None:  # noqa: N802
         is_part = self._is_sum
@@ -72,6 +82,21 @@ class LimitedCode(CodeGenerator):
         self.write(")")
         if not is_part:
             self._is_sum = False
+            self.write(")")
+
+    def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: CodeGenerator._FinalizeInfo) -> None:
+        if frame.eval_ctx.volatile or frame.eval_ctx.autoescape:
+            super()._output_child_pre(node, frame, finalize)
+        else:
+            self.write("text(")
+        # What is written is counted where it arrives.
+        self._is_sum = isinstance(node, nodes.Add) and _added(node) <= _ADDED
+
+    def _output_child_post(self, node: nodes.Expr, frame: Frame, finalize: CodeGenerator._FinalizeInfo) -> None:
+        self._is_sum = False
+        if frame.eval_ctx.volatile or frame.eval_ctx.autoescape:
+            super()._output_child_post(node, frame, finalize)
+        else:
             self.write(")")
 
     def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802

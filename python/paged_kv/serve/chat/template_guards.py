@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from string import Formatter
 from typing import Any
 
@@ -23,6 +24,8 @@ Call = Callable[..., Any]
 Guard = Callable[..., Any]
 """Called with the budget, the filter or method itself, and its arguments; returns what it returns."""
 
+_CALL = 4
+"""Operations that a call counts as: it takes as long."""
 _MOST_NUMBER = 10**6
 """Of a width or a precision in a format."""
 _MOST_STEPS = 1 << 30
@@ -57,11 +60,12 @@ def limited_call(
         args: Its arguments.
         kwargs: Its arguments by name.
     """
-    budget.tick()
+    budget.tick(_CALL)
     receiver = getattr(function, "__self__", None)
     if isinstance(receiver, _RECEIVERS):
+        _drop_scopes(kwargs)
         guard = METHODS.get(function.__name__, _method)
-        return budget.made(guard(budget, lambda *a, **k: call(context, function, *a, **k), receiver, *args, **kwargs))
+        return budget.made(guard(budget, partial(call, context, function), receiver, *args, **kwargs))
     if isinstance(receiver, str) or (isinstance(function, Macro) and (function.catch_varargs or function.catch_kwargs)):
         budget.check_tuple((*args, *kwargs.values()))
     elif isinstance(receiver, LoopContext):
@@ -69,8 +73,15 @@ def limited_call(
     wrapped = getattr(function, "__wrapped__", None)
     text = getattr(wrapped, "__self__", None)
     if isinstance(text, str) and getattr(wrapped, "__name__", "") in ("format", "format_map"):
+        _drop_scopes(kwargs)
         return budget.made(_formatted(budget, context.environment, text, wrapped.__name__, args, kwargs))
     return budget.made(call(context, function, *args, **kwargs))
+
+
+def _drop_scopes(kwargs: dict[str, Any]) -> None:
+    """Takes out what Jinja adds to each call in a loop or block, for functions that read the template's variables."""
+    kwargs.pop("_loop_vars", None)
+    kwargs.pop("_block_vars", None)
 
 
 def limited_operator(budget: Budget, operator: str, call: Call, left: Any, right: Any) -> Any:
@@ -94,11 +105,10 @@ def _limited(call: Call, guard: Guard) -> Call:
         budget = context.budget
         budget.tick()
         own: Call = call
-        if pass_arg is not None:
-            passed = {_PassArg.context: context, _PassArg.eval_context: context.eval_ctx}.get(
-                pass_arg, context.environment
-            )
-            own = lambda *a, **k: call(passed, *a, **k)  # noqa: E731
+        if pass_arg is _PassArg.context:
+            own = partial(call, context)
+        elif pass_arg is not None:
+            own = partial(call, context.eval_ctx if pass_arg is _PassArg.eval_context else context.environment)
         return budget.made(guard(budget, own, *args, **kwargs))
 
     return limited
@@ -112,7 +122,7 @@ def _text(times: int = 1) -> Guard:
 
     def guard(budget: Budget, call: Call, value: Any, /, *args: Any, **kwargs: Any) -> Any:
         value = budget.text(value)
-        if times > 1 and isinstance(value, str):
+        if times > 1:
             budget.afford(times * len(value))
         return call(value, *args, **kwargs)
 
@@ -129,6 +139,13 @@ def _whole(budget: Budget, call: Call, value: Any, /, *args: Any, **kwargs: Any)
     """Of what compares the values of an iterable."""
     _check_attribute(kwargs.get("attribute"))
     return call(value if isinstance(value, dict) else budget.listed(value), *args, **kwargs)
+
+
+def _shallow(budget: Budget, call: Call, value: Any, /) -> Any:
+    """Of what makes a list of what it is given, or turns it round."""
+    if isinstance(value, str | list | tuple | range):
+        budget.tick(len(value) // 64)
+    return call(value)
 
 
 def _dictionary(budget: Budget, call: Call, value: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -164,8 +181,7 @@ def _batch(budget: Budget, call: Call, value: Any, /, linecount: Any, fill_with:
 def _join(budget: Budget, call: Call, value: Any, /, d: Any = "", attribute: Any = None) -> Any:
     _check_attribute(attribute)
     values = value if isinstance(value, str) else budget.listed(value)
-    if isinstance(budget.text(d), str):
-        budget.afford(len(d) * len(values))
+    budget.afford(len(budget.text(d)) * len(values))
     return call(values, d, attribute)
 
 
@@ -212,13 +228,11 @@ def _round(budget: Budget, call: Call, value: Any, /, precision: Any = 0, method
 
 def _tojson(budget: Budget, call: Call, value: Any, /, *args: Any, **kwargs: Any) -> Any:
     size = budget.size(value)
-    indent = args[1] if len(args) > 1 else kwargs.get("indent")
-    around = [*args[2:3], kwargs.get("separators")]
-    budget.tick(size // 128)
-    wide = (len(indent) if isinstance(indent, str) else indent if isinstance(indent, int) else 0) * 8
-    wide += budget.size(around)
-    if wide > 256:
-        budget.afford(wide * size)
+    if args or kwargs:  # indents and separators, each of which is written for each entry
+        widths = [each for each in (*args, *kwargs.values()) if isinstance(each, int)]
+        wide = 8 * max(widths, default=0) + budget.size([args, kwargs])
+        if wide > 512:
+            budget.afford(wide * size)
     return call(value, *args, **kwargs)
 
 
@@ -398,7 +412,7 @@ class _Formatter(SandboxedFormatter):
         self._budget = budget
 
     def convert_field(self, value: Any, conversion: Any) -> Any:
-        converted = super().convert_field(self._budget.text(value), conversion)
+        converted = super().convert_field(self._budget.checked(value), conversion)
         if conversion is not None:
             self._budget.charge(len(converted))
         return converted
@@ -406,7 +420,7 @@ class _Formatter(SandboxedFormatter):
     def format_field(self, value: Any, format_spec: str) -> str:
         for digits in re.findall(r"\d+", format_spec):
             self._budget.afford(_width(digits))
-        formatted: str = super().format_field(self._budget.text(value), format_spec)
+        formatted: str = super().format_field(self._budget.checked(value), format_spec)
         self._budget.tick()
         self._budget.charge(len(formatted))
         return formatted
@@ -429,7 +443,7 @@ FILTERS: Mapping[str, Guard] = {
     **dict.fromkeys(("pprint", "striptags", "urlencode", "urlize", "wordwrap", "xmlattr"), _rare),
     **dict.fromkeys(("groupby", "max", "min", "sort"), _whole),
     **dict.fromkeys(("items", "map", "reject", "rejectattr", "select", "selectattr", "slice"), _lazy),
-    **dict.fromkeys(("list", "reverse"), lambda budget, call, value: call(budget.text(value))),
+    **dict.fromkeys(("list", "reverse"), _shallow),
     "batch": _batch,
     "center": _center,
     "dictsort": _dictionary,

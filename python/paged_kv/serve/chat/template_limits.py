@@ -14,11 +14,11 @@ from typing import Any
 from jinja2.runtime import markup_join
 from jinja2.utils import Namespace
 
-OPERATIONS, OPERATIONS_OF_SIZE = 1_000_000, 64
+OPERATIONS, OPERATIONS_OF_SIZE = 250_000, 64
 """Iterations with their statements, calls and filters that any conversation may take, and more for each of its size."""
 CHARACTERS, CHARACTERS_OF_SIZE = 16 << 20, 256
 """Characters that all values together may have."""
-SECONDS, SECONDS_OF_SIZE = 10.0, 1e-5
+SECONDS, SECONDS_OF_SIZE = 5.0, 1e-5
 """Seconds of the thread's own time; a machine that is busy with other things takes none of it."""
 MOST_BITS = 1 << 16
 """Of an integer: all operations on it are quick."""
@@ -72,9 +72,11 @@ class Budget:
             return value
         return value if type(value) in _SCALARS and type(value) is not int else self._made(value)
 
-    def text(self, value: Any) -> Any:
-        """A value whose text may be taken."""
-        return value if type(value) is str else self.checked(value)
+    def text(self, value: Any) -> str:
+        """The text of a value; markup stays what it is."""
+        if type(value) is str:
+            return value
+        return value if isinstance(value, str) else str(self.checked(value))
 
     def checked(self, value: Any) -> Any:
         """A value that may be written, or compared, whole."""
@@ -88,6 +90,8 @@ class Budget:
 
     def within(self, value: Any) -> Any:
         """A value in which another may be sought."""
+        if isinstance(value, range):
+            self.tick(len(value) // 16)
         return value if type(value) is dict else self.checked(value)
 
     def concat(self, texts: Iterable[str]) -> str:
@@ -102,7 +106,7 @@ class Budget:
 
     def markup_join(self, values: Sequence[Any]) -> str:
         """Joins the texts of values, of which one may be markup: others are then escaped."""
-        self.afford(6 * sum(len(value) for value in map(self.text, values) if isinstance(value, str)))
+        self.afford(6 * sum(map(len, map(self.text, values))))
         joined: str = self.made(markup_join(values))
         return joined
 
@@ -144,7 +148,10 @@ class Budget:
                 if kind is str:
                     total += len(each)
                 elif kind not in _SCALARS:
-                    total += self._spread(each, below)
+                    if kind is list:
+                        below += each
+                    else:
+                        total += self._spread(each, below)
                     if total + ENTRY * len(below) > self._characters:
                         self.afford(total + ENTRY * len(below))
             if not below:
@@ -193,8 +200,11 @@ class Budget:
     def _spread(value: Any, below: list[Any]) -> int:
         """Puts the entries of a value in a list, and returns the characters that it has besides."""
         if isinstance(value, dict):
-            below += value
             below += value.values()
+            try:
+                return len("".join(value))
+            except TypeError:  # a key is no text
+                below += value
         elif isinstance(value, _SEQUENCES):
             below += value
         elif isinstance(value, Namespace):
