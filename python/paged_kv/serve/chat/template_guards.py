@@ -16,6 +16,7 @@ from jinja2 import Environment
 from jinja2.runtime import LoopContext, Macro
 from jinja2.sandbox import SandboxedFormatter
 from jinja2.utils import _PassArg, pass_context
+from markupsafe import EscapeFormatter, Markup
 
 from paged_kv.serve.chat.template_compiler import LimitedContext
 from paged_kv.serve.chat.template_limits import ENTRY, MOST_BITS, Budget, Lazy, TemplateLimitError
@@ -64,13 +65,13 @@ def limited_call(
     receiver = getattr(function, "__self__", None)
     if isinstance(receiver, _RECEIVERS):
         _drop_scopes(kwargs)
-        guard = METHODS.get(function.__name__, _method)
+        guard: Guard = METHODS.get(function.__name__, _method)
         return budget.made(guard(budget, partial(call, context, function), receiver, *args, **kwargs))
-    if isinstance(receiver, str) or (isinstance(function, Macro) and (function.catch_varargs or function.catch_kwargs)):
+    if isinstance(function, Macro) and (function.catch_varargs or function.catch_kwargs):
         budget.check_tuple((*args, *kwargs.values()))
     elif isinstance(receiver, LoopContext):
         budget.size(args)  # `changed` compares them
-    wrapped = getattr(function, "__wrapped__", None)
+    wrapped: Any = getattr(function, "__wrapped__", None)
     text = getattr(wrapped, "__self__", None)
     if isinstance(text, str) and getattr(wrapped, "__name__", "") in ("format", "format_map"):
         _drop_scopes(kwargs)
@@ -100,7 +101,6 @@ def limited_operator(budget: Budget, operator: str, call: Call, left: Any, right
 def _limited(call: Call, guard: Guard) -> Call:
     pass_arg = _PassArg.from_obj(call)
 
-    @pass_context
     def limited(context: LimitedContext, /, *args: Any, **kwargs: Any) -> Any:
         budget = context.budget
         budget.tick()
@@ -111,7 +111,8 @@ def _limited(call: Call, guard: Guard) -> Call:
             own = partial(call, context.eval_ctx if pass_arg is _PassArg.eval_context else context.environment)
         return budget.made(guard(budget, own, *args, **kwargs))
 
-    return limited
+    taking_context: Call = pass_context(limited)
+    return taking_context
 
 
 # Guards of filters and tests.
@@ -407,8 +408,8 @@ def _width(digits: str) -> int:
 class _Formatter(SandboxedFormatter):
     """`str.format`, each of whose fields is counted."""
 
-    def __init__(self, environment: Environment, budget: Budget) -> None:
-        super().__init__(environment)
+    def __init__(self, environment: Environment, budget: Budget, **options: Any) -> None:
+        super().__init__(environment, **options)
         self._budget = budget
 
     def convert_field(self, value: Any, conversion: Any) -> Any:
@@ -426,15 +427,24 @@ class _Formatter(SandboxedFormatter):
         return formatted
 
 
+class _MarkupFormatter(_Formatter, EscapeFormatter):
+    """The same of markup, which escapes what it is given."""
+
+
 def _formatted(
     budget: Budget, environment: Environment, text: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> str:
+    values: Mapping[str, Any] = kwargs
     if name == "format_map":
         if kwargs or len(args) != 1:
             raise TypeError("format_map() takes exactly one argument")
-        args, kwargs = (), args[0]
-    formatter: Formatter = _Formatter(environment, budget)
-    return type(text)(formatter.vformat(text, args, kwargs))
+        (values,), args = args, ()
+    is_markup = isinstance(text, Markup)
+    formatter: Formatter = (
+        _MarkupFormatter(environment, budget, escape=text.escape) if is_markup else _Formatter(environment, budget)
+    )
+    formatted: str = type(text)(formatter.vformat(text, args, values))
+    return formatted
 
 
 FILTERS: Mapping[str, Guard] = {

@@ -18,8 +18,10 @@ OPERATIONS, OPERATIONS_OF_SIZE = 250_000, 64
 """Iterations with their statements, calls and filters that any conversation may take, and more for each of its size."""
 CHARACTERS, CHARACTERS_OF_SIZE = 16 << 20, 256
 """Characters that all values together may have."""
-SECONDS, SECONDS_OF_SIZE = 5.0, 1e-5
-"""Seconds of the thread's own time; a machine that is busy with other things takes none of it."""
+SECONDS, SECONDS_OF_SIZE = 3.0, 1e-5
+"""Seconds after which the thread's own time is measured, and such seconds that it may take from then on: a machine that
+is busy with other things ends no rendering. To ask for a thread's time takes milliseconds on some systems.
+"""
 MOST_BITS = 1 << 16
 """Of an integer: all operations on it are quick."""
 ENTRY = 8
@@ -34,7 +36,7 @@ _TUPLE_DEPTH, _TUPLE_ENTRIES = 64, 10_000
 """A tuple is hashed, which takes stack for its depth and time for its entries, unchecked."""
 
 _SCALARS = frozenset({int, float, bool, type(None)})
-_SEQUENCES = (list, tuple, type({}.keys()), type({}.values()), type({}.items()))
+_SEQUENCES: Any = (list, tuple, type({}.keys()), type({}.values()), type({}.items()))
 
 
 class TemplateLimitError(Exception):
@@ -54,7 +56,7 @@ class Budget:
         self._is_extended = False
         self._characters, self._operations, self._seconds = CHARACTERS, OPERATIONS, SECONDS
         self._until_look = _LOOK
-        self._start = time.thread_time()
+        self._start, self._own_start = time.monotonic(), 0.0
 
     # What the compiled template calls under these names (template_compiler.py).
 
@@ -208,7 +210,7 @@ class Budget:
         elif isinstance(value, _SEQUENCES):
             below += value
         elif isinstance(value, Namespace):
-            below.append(value._Namespace__attrs)  # type: ignore[attr-defined]
+            below.append(value._Namespace__attrs)
         elif isinstance(value, str | bytes):
             return len(value)
         return 0
@@ -216,11 +218,15 @@ class Budget:
     def _look(self) -> None:
         self._operations -= _LOOK - self._until_look
         self._until_look = _LOOK
-        if self._operations < 0 or time.thread_time() - self._start > self._seconds:
+        if self._operations < 0:
             self._extend()
             if self._operations < 0:
                 raise TemplateLimitError("it takes too many operations")
-            if time.thread_time() - self._start > self._seconds:
+        if time.monotonic() - self._start > self._seconds:
+            self._extend()
+            own = time.thread_time()
+            self._own_start = self._own_start or own
+            if own - self._own_start > self._seconds:
                 raise TemplateLimitError("it takes too long")
 
     def _extend(self) -> None:
