@@ -14,9 +14,8 @@ from typing import Any
 
 from jinja2 import Environment
 from jinja2.runtime import LoopContext, Macro
-from jinja2.sandbox import SandboxedFormatter
+from jinja2.sandbox import EscapeFormatter, Markup, SandboxedFormatter
 from jinja2.utils import _PassArg, pass_context
-from markupsafe import EscapeFormatter, Markup
 
 from paged_kv.serve.chat.template_compiler import LimitedContext
 from paged_kv.serve.chat.template_limits import ENTRY, MOST_BITS, Budget, Lazy, TemplateLimitError
@@ -432,7 +431,7 @@ class _MarkupFormatter(_Formatter, EscapeFormatter):
 
 
 def _formatted(
-    budget: Budget, environment: Environment, text: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    budget: Budget, environment: Environment, text: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> str:
     values: Mapping[str, Any] = kwargs
     if name == "format_map":

@@ -16,7 +16,7 @@ from jinja2.utils import Namespace
 
 OPERATIONS, OPERATIONS_OF_SIZE = 250_000, 64
 """Iterations with their statements, calls and filters that any conversation may take, and more for each of its size."""
-CHARACTERS, CHARACTERS_OF_SIZE = 16 << 20, 256
+CHARACTERS, CHARACTERS_OF_SIZE = 8 << 20, 256
 """Characters that all values together may have."""
 SECONDS, SECONDS_OF_SIZE = 3.0, 1e-5
 """Seconds after which the thread's own time is measured, and such seconds that it may take from then on: a machine that
