@@ -118,7 +118,7 @@ def find_family(fields: Fields) -> Family:
         if not isinstance(kind, str) or kind not in types:
             raise fields.error("model_type", f"none of {', '.join(types)}")
         return types[kind]
-    found = [name for name in names if name in FAMILIES] if isinstance(names, list) else []
+    found = [name for name in names if isinstance(name, str) and name in FAMILIES] if isinstance(names, list) else []
     if not found:
         known = ", ".join(name.removesuffix(_USUAL) for name in FAMILIES)
         raise fields.error("architectures", f"none of {known}, most with {_USUAL}")

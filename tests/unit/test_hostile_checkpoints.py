@@ -1,5 +1,6 @@
 """Checkpoints that lie about sizes and numbers: a `CheckpointError` of one line, before memory is taken for them."""
 
+import json
 import math
 import os
 import struct
@@ -10,13 +11,15 @@ import pytest
 from max.dtype import DType
 
 from paged_kv.checkpoint.config import load_config
-from paged_kv.checkpoint.gguf import open_gguf
-from paged_kv.checkpoint.source import open_source
+from paged_kv.checkpoint.file_errors import file_errors
+from paged_kv.checkpoint.gguf import GgufCheckpoint, open_gguf
+from paged_kv.checkpoint.gguf_header import read_header
+from paged_kv.checkpoint.source import Source, open_source
 from paged_kv.engine.demo import write_demo_checkpoint
-from paged_kv.errors import CheckpointError
+from paged_kv.errors import CheckpointError, ContractError
 from paged_kv.graphs import models
 from paged_kv.graphs.models.fields import MAX_LAYERS, MAX_SIZE
-from support.checkpoints import raw_safetensors, write_config
+from support.checkpoints import raw_safetensors, rewrite, write_config
 from support.refusals import refused
 
 FAMILIES = [name for name, family in models.FAMILIES.items() if not family.engine_only]
@@ -279,6 +282,81 @@ def test_hostile_metadata_of_a_mixture_is_refused(tmp_path, kind, key):
         metadata = model | {f"{kind}.{key}": value}
         file = raw_gguf(tmp_path / f"{number}.gguf", metadata, [("token_embd.weight", (16, 32), 0)])
         refused(config_of_gguf, file)
+
+
+def test_an_error_of_any_type_becomes_one_that_names_the_file(tmp_path):
+    """With the error itself as its cause; what ends a program, and a lack of memory, go through."""
+    refused(opens_with, tmp_path / "nested", architectures=[["x"]], match=r"config\.json: architectures = ")
+    write_config(tmp_path)
+    header = {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, float("inf")]}}
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + b"abcd")
+    refused(open_source, tmp_path, match=r"model\.safetensors: not a safetensors file")
+    for error in (KeyError("x"), ZeroDivisionError("x"), RecursionError("x"), OverflowError("x")):
+        with pytest.raises(CheckpointError, match=f"model: {type(error).__name__}: ") as caught, file_errors("model"):
+            raise error
+        assert caught.value.__cause__ is error
+    for kind in (KeyboardInterrupt, SystemExit, MemoryError, ContractError):
+        with pytest.raises(kind), file_errors("model"):
+            raise kind
+
+
+def opens_with(folder, **values):
+    return open_source(write_config(folder, **values))
+
+
+ODD_TEMPLATES = [
+    [{"name": ["x"], "template": "a"}],
+    [{"name": 5, "template": "a"}],
+    [{"name": "default", "template": 5}],
+    [{"name": "default"}],
+    ["a"],
+    5,
+    {"default": "a"},
+]
+
+
+@pytest.mark.parametrize("templates", ODD_TEMPLATES, ids=str)
+def test_chat_templates_of_odd_names_and_types_are_refused(tmp_path, templates):
+    write_demo_checkpoint(tmp_path / "model")
+    rewrite(tmp_path / "model" / "tokenizer_config.json", chat_template=templates)
+    refused(chat_of, tmp_path / "model", match=r"tokenizer_config\.json: chat_template: expected a text, or a list")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ " + "9" * 5000 + " }}",
+        "{% for a in [] %}" * 25 + "{% endfor %}" * 25,
+        "{% break %}",
+        "{{ 1" + "+1" * 5000 + " }}",
+    ],
+    ids=["a number of 5,000 digits", "25 loops in each other", "a break outside of loops", "a sum of 5,000"],
+)
+def test_chat_templates_that_cannot_be_compiled_are_refused(tmp_path, template):
+    write_demo_checkpoint(tmp_path / "model")
+    rewrite(tmp_path / "model" / "tokenizer_config.json", chat_template=template)
+    refused(chat_of, tmp_path / "model", match="model: the chat template cannot be read")
+
+
+def chat_of(folder):
+    from paged_kv.serve.chat import ChatFormat
+
+    return ChatFormat.read(open_source(folder), tokenizer(folder))
+
+
+def test_a_special_token_of_a_gguf_file_that_is_no_number(tmp_path):
+    """With the model's own tokenizer.json beside it, nothing else reads it."""
+    from paged_kv.serve.chat.template_files import read_names
+
+    tokens = (9, struct.pack("<IQ", 8, 1) + gguf_string("a"))
+    for number, value in enumerate(
+        [(8, gguf_string("x")), (9, struct.pack("<IQii", 5, 2, 1, 2)), (7, b"\x01"), (6, b"abcd")]
+    ):
+        metadata = gguf_model() | {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.bos_token_id": value}
+        header = read_header(raw_gguf(tmp_path / f"{number}.gguf", metadata))
+        source = Source(tmp_path, None, GgufCheckpoint(header))
+        refused(read_names, source, match="tokenizer.ggml.bos_token_id: expected a token id, got ")
 
 
 def test_names_with_control_characters_do_not_reach_a_terminal(tmp_path):

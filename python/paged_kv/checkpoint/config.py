@@ -10,6 +10,7 @@ from typing import Any
 
 from paged_kv.arguments import printable
 from paged_kv.checkpoint.end_tokens import end_tokens
+from paged_kv.checkpoint.file_errors import file_errors
 from paged_kv.checkpoint.packing import read_packing
 from paged_kv.checkpoint.tokenizer_file import TOKENIZER, read_tokenizer
 from paged_kv.errors import CheckpointError, ContractTypeError
@@ -64,8 +65,9 @@ def load_config(folder: Path | str) -> DecoderConfig:
     fields = Fields.read(checkpoint_folder(folder) / "config.json")
     config = _read(fields)
     generation = _generation(fields.file.parent)
-    if generation.get("eos_token_id") is not None:
-        return replace(config, eos_token_ids=generation.tokens("eos_token_id", config.vocab_size))
+    with file_errors(generation.file):
+        if generation.get("eos_token_id") is not None:
+            return replace(config, eos_token_ids=generation.tokens("eos_token_id", config.vocab_size))
     tokenizer_file = fields.file.with_name(TOKENIZER)
     if not tokenizer_file.is_file():
         return config
@@ -87,6 +89,11 @@ def load_sampling(folder: Path, known: Mapping[str, tuple[str, float, float]]) -
         CheckpointError: a value is of a wrong type or out of range.
     """
     given = _generation(folder)
+    with file_errors(given.file):
+        return _sampling(given, known)
+
+
+def _sampling(given: Fields, known: Mapping[str, tuple[str, float, float]]) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, (kind, least, most) in known.items():
         if given.get(name) is None:
@@ -115,6 +122,7 @@ def config_of(values: Mapping[str, Any], origin: Path | str) -> DecoderConfig:
 
 
 def _read(fields: Fields) -> DecoderConfig:
-    if read_packing(fields) is not None:  # then it is the checkpoint's weights that are read in another way
-        fields = replace(fields, values={k: v for k, v in fields.values.items() if k != "quantization_config"})
-    return find_family(fields).read(fields)
+    with file_errors(fields.file):
+        if read_packing(fields) is not None:  # then it is the checkpoint's weights that are read in another way
+            fields = replace(fields, values={k: v for k, v in fields.values.items() if k != "quantization_config"})
+        return find_family(fields).read(fields)

@@ -23,6 +23,7 @@ from paged_kv.arguments import printable
 from paged_kv.arrays.dtypes import numpy_dtype
 from paged_kv.checkpoint import mxfp4, nvfp4
 from paged_kv.checkpoint.config import checkpoint_path, config_of
+from paged_kv.checkpoint.file_errors import file_errors
 from paged_kv.checkpoint.gguf_families import find_family, hugging_face_config, scaling_tensors
 from paged_kv.checkpoint.gguf_header import GgufHeader, GgufTensor
 from paged_kv.checkpoint.gguf_parts import first_parts, read_parts
@@ -58,7 +59,8 @@ def open_gguf(file: Path | str) -> GgufCheckpoint:
         CheckpointError: as `read_parts`, or the model is of an architecture that this package does not run.
     """
     header = read_parts(file)
-    find_family(header)
+    with file_errors(header.file):
+        find_family(header)
     return GgufCheckpoint(header)
 
 
@@ -76,6 +78,10 @@ class GgufCheckpoint:
             CheckpointError: the metadata is incomplete, or says what this package does not run; a weight is missing, or
                 in an encoding that this package does not load.
         """
+        with file_errors(self.header.file):
+            return self._config()
+
+    def _config(self) -> DecoderConfig:
         config = config_of(hugging_face_config(self.header), self.header.file)
         if config.experts is not None:
             is_fused = any(".ffn_gate_up_exps." in name for name in self.header.tensors)
@@ -105,11 +111,12 @@ class GgufCheckpoint:
         done, total = 0, sum(tensor.data.size for tensor in tensors.values())
         buffers = {}
         for name, tensor in tensors.items():
-            if name in quantised:
-                buffers[name] = Buffer.from_numpy(self._rows(name, self._blocks(tensor, quantised[name]), config))
-            else:
-                kind = weight_dtype(name, dtype)
-                buffers[name] = self._floats(name, tensor, kind, config).view(kind, expected[name])
+            with file_errors(f"{self.header.file}: tensor {printable(tensor.name)}"):
+                if name in quantised:
+                    buffers[name] = Buffer.from_numpy(self._rows(name, self._blocks(tensor, quantised[name]), config))
+                else:
+                    kind = weight_dtype(name, dtype)
+                    buffers[name] = self._floats(name, tensor, kind, config).view(kind, expected[name])
             done += tensor.data.size
             if progress is not None:
                 progress(done, total)

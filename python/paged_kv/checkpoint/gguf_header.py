@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from paged_kv.arguments import printable, shown
 from paged_kv.checkpoint.config import checkpoint_path
+from paged_kv.checkpoint.file_errors import file_errors
 from paged_kv.errors import CheckpointError
 from paged_kv.files import open_regular
 from paged_kv.graphs.encodings import TABLE
@@ -108,6 +109,11 @@ def read_header(file: Path | str) -> GgufHeader:
             mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
     except (OSError, ValueError) as error:  # ValueError: the file is empty
         raise CheckpointError(f"{path}: cannot be read: {error}") from None
+    with file_errors(path):
+        return _header(path, mapped)
+
+
+def _header(path: Path, mapped: mmap.mmap) -> GgufHeader:
     reader = _Reader(path, mapped)
     if reader.take(4) != _MAGIC:
         raise CheckpointError(f"{path}: not a GGUF file")

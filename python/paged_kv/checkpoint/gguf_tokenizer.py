@@ -17,9 +17,9 @@ import tokenizers
 
 from paged_kv.arguments import printable, shown
 from paged_kv.checkpoint.end_tokens import END_TEXTS, end_tokens
+from paged_kv.checkpoint.file_errors import file_errors
 from paged_kv.checkpoint.gguf_header import GgufHeader, Strings
 from paged_kv.checkpoint.gguf_splits import SPLITS
-from paged_kv.checkpoint.tokenizer_file import library_errors
 from paged_kv.errors import CheckpointError
 
 Json = dict[str, Any]
@@ -65,9 +65,8 @@ def make_tokenizer(header: GgufHeader) -> tokenizers.Tokenizer:
     Raises:
         CheckpointError: as `tokenizer_json`.
     """
-    text = tokenizer_json(header)
-    with library_errors(f"{header.file}: its vocabulary makes no tokenizer"):
-        return tokenizers.Tokenizer.from_str(text)
+    with file_errors(f"{header.file}: its vocabulary makes no tokenizer"):
+        return tokenizers.Tokenizer.from_str(tokenizer_json(header))
 
 
 def tokenizer_json(header: GgufHeader) -> str:

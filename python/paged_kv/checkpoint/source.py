@@ -12,6 +12,7 @@ from max.dtype import DType
 from max.graph import DeviceRef
 
 from paged_kv.checkpoint.config import checkpoint_folder, load_config, load_sampling
+from paged_kv.checkpoint.file_errors import file_errors
 from paged_kv.checkpoint.gguf import GgufCheckpoint, find_gguf, open_gguf
 from paged_kv.checkpoint.gguf_tokenizer import has_vocabulary, make_tokenizer
 from paged_kv.checkpoint.hub import located
@@ -80,12 +81,13 @@ def open_source(path: Path | str) -> Source:
         CheckpointError: there is no such model, or none that this package runs.
     """
     path = located(path)
-    has_safetensors = path.is_dir() and any(path.glob("*.safetensors"))
-    file = None if has_safetensors else find_gguf(path)
-    if file is None:
-        config = load_config(checkpoint_folder(path))
-        return source_of(config, Fields.read(path / "config.json"), open_checkpoint(path))
-    return gguf_source(file)
+    with file_errors(path):
+        has_safetensors = path.is_dir() and any(path.glob("*.safetensors"))
+        file = None if has_safetensors else find_gguf(path)
+        if file is None:
+            config = load_config(checkpoint_folder(path))
+            return source_of(config, Fields.read(path / "config.json"), open_checkpoint(path))
+        return gguf_source(file)
 
 
 def gguf_source(file: Path) -> Source:
@@ -94,8 +96,9 @@ def gguf_source(file: Path) -> Source:
     Raises:
         CheckpointError: there is none that this package runs.
     """
-    gguf = open_gguf(file)
-    return Source(file.parent, gguf.config, gguf)
+    with file_errors(file):
+        gguf = open_gguf(file)
+        return Source(file.parent, gguf.config, gguf)
 
 
 def source_of(config: DecoderConfig, fields: Fields, checkpoint: Checkpoint) -> Source:
@@ -104,7 +107,8 @@ def source_of(config: DecoderConfig, fields: Fields, checkpoint: Checkpoint) -> 
     Raises:
         CheckpointError: there are fewer tensors than layers.
     """
-    checkpoint = replace(checkpoint.named_for(find_family(fields)), packing=read_packing(fields))
-    check_layers(config, checkpoint.tensors, checkpoint.folder)
-    encodings = config.encodings + checkpoint.encodings(config)
-    return Source(checkpoint.folder, replace(config, encodings=encodings), checkpoint)
+    with file_errors(checkpoint.folder):
+        checkpoint = replace(checkpoint.named_for(find_family(fields)), packing=read_packing(fields))
+        check_layers(config, checkpoint.tensors, checkpoint.folder)
+        encodings = config.encodings + checkpoint.encodings(config)
+        return Source(checkpoint.folder, replace(config, encodings=encodings), checkpoint)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import tokenizers
 
-from paged_kv.arguments import printable
+from paged_kv.checkpoint.file_errors import file_errors
+from paged_kv.checkpoint.tokenizer_limits import check_file, check_made
 from paged_kv.errors import CheckpointError
 from paged_kv.files import read_regular
 
@@ -21,25 +20,16 @@ def read_tokenizer(file: Path) -> tokenizers.Tokenizer:
     """The tokenizer that `file` describes.
 
     Raises:
-        CheckpointError: there is no such file, or it is no tokenizer.
+        CheckpointError: there is no such file, it is no tokenizer, or it makes too much of a text.
     """
     if not file.is_file():
         raise CheckpointError(f"{file}: no such file (the model's own tokenizer belongs beside its weights)")
-    with library_errors(f"{file}: not a tokenizer"):
-        return tokenizers.Tokenizer.from_buffer(read_regular(file, _MAX_BYTES))
-
-
-@contextmanager
-def library_errors(problem: str) -> Iterator[None]:
-    """Raises what the library raises as a `CheckpointError` that begins with `problem`.
-
-    The library raises `Exception` itself, and where Rust code panics a subclass of `BaseException`.
-    """
-    try:
-        yield
-    except Exception as error:
-        raise CheckpointError(f"{problem}: {printable(error)}") from None
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise CheckpointError(f"{problem}: {printable(error)}") from None
+    with file_errors(f"{file}: not a tokenizer"):
+        content = read_regular(file, _MAX_BYTES)
+        check_file(content, file)
+        tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        # Some files carry the lengths of their training batches; a prompt is taken as it is.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        check_made(tokenizer, file)
+        return tokenizer

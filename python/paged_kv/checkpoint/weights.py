@@ -31,6 +31,7 @@ from paged_kv.arguments import printable
 from paged_kv.arrays.dtypes import numpy_dtype
 from paged_kv.checkpoint import mxfp4
 from paged_kv.checkpoint.config import checkpoint_folder
+from paged_kv.checkpoint.file_errors import file_errors
 from paged_kv.checkpoint.packing import Packing, Weight, check_layer
 from paged_kv.errors import CheckpointError
 from paged_kv.files import open_regular, path_of, read_regular
@@ -142,22 +143,24 @@ class Checkpoint:
         sizes = {name: math.prod(shape) * dtype.size_in_bytes for name, shape in expected.items()}
         done, total = 0, sum(sizes.values())
         in_files = [name for name in expected if name not in assembled and name not in packed]
-        maps = SafetensorWeights(sorted({self.tensors[name].file for name in in_files}))
+        with file_errors(self.folder):
+            maps = SafetensorWeights(sorted({self.tensors[name].file for name in in_files}))
         buffers = {}
         for name, shape in expected.items():
-            if name in assembled:
-                buffers[name] = self._assemble(shape, assembled[name], dtype, packed, encodings.get(name))
-            elif name in packed and name in encodings:
-                buffers[name] = _buffer(self._in_blocks(name, packed[name], encodings[name]), DType.uint8)
-            elif name in packed:
-                with np.errstate(over="ignore"):
-                    values = self._dequantised(name, packed[name]).astype(numpy_dtype(dtype))
-                buffers[name] = _buffer(values, dtype)
-            else:
-                stored, kind = self.tensors[name], weight_dtype(name, dtype)
-                view = maps[stored.name].data().to_buffer()
-                in_place = DTYPES[stored.dtype] == kind and _address(view) % kind.align == 0
-                buffers[name] = (view if in_place else _copy(stored, kind)).view(kind, shape)
+            with file_errors(f"{self.folder}: tensor {printable(name)}"):
+                if name in assembled:
+                    buffers[name] = self._assemble(shape, assembled[name], dtype, packed, encodings.get(name))
+                elif name in packed and name in encodings:
+                    buffers[name] = _buffer(self._in_blocks(name, packed[name], encodings[name]), DType.uint8)
+                elif name in packed:
+                    with np.errstate(over="ignore"):
+                        values = self._dequantised(name, packed[name]).astype(numpy_dtype(dtype))
+                    buffers[name] = _buffer(values, dtype)
+                else:
+                    stored, kind = self.tensors[name], weight_dtype(name, dtype)
+                    view = maps[stored.name].data().to_buffer()
+                    in_place = DTYPES[stored.dtype] == kind and _address(view) % kind.align == 0
+                    buffers[name] = (view if in_place else _copy(stored, kind)).view(kind, shape)
             done += sizes[name]
             if progress is not None:
                 progress(done, total)
@@ -317,16 +320,17 @@ def open_checkpoint(folder: Path | str) -> Checkpoint:
     if not index.is_file():
         raise CheckpointError(f"{path}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
 
-    weight_map = _read_index(index)
-    shards = shards_of(index)
-    for shard in shards:
-        if not os.path.isfile(path / shard):  # unlike Path.is_file, no error for a name that is too long
-            raise CheckpointError(f"{index}: shard {printable(shard)} is missing from the folder")
-    found = open_files([path / shard for shard in shards])
-    for name, shard in weight_map.items():
-        if name not in found.tensors or found.tensors[name].file.name != shard:
-            raise CheckpointError(f"{index}: tensor {printable(name)} is not in {shard}")
-    return found
+    with file_errors(index):
+        weight_map = _read_index(index)
+        shards = shards_of(index)
+        for shard in shards:
+            if not os.path.isfile(path / shard):  # unlike Path.is_file, no error for a name that is too long
+                raise CheckpointError(f"{index}: shard {printable(shard)} is missing from the folder")
+        found = open_files([path / shard for shard in shards])
+        for name, shard in weight_map.items():
+            if name not in found.tensors or found.tensors[name].file.name != shard:
+                raise CheckpointError(f"{index}: tensor {printable(name)} is not in {shard}")
+        return found
 
 
 def shards_of(index: Path) -> list[str]:
@@ -393,17 +397,20 @@ def _read_index(index: Path) -> dict[str, str]:
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of one file, after the safetensors library has found header, offsets and file size in order."""
-    try:
-        with open_regular(file) as regular, safe_open(path_of(regular), framework="np") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not iterable itself)
-            return {name: StoredTensor(file, name, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
-    except SafetensorError as error:
-        found, expected = file.stat().st_size, _promised_bytes(file)
-        if expected is not None and found < expected:
-            raise CheckpointError(f"{file}: cut short: {expected} bytes expected, {found} found") from None
-        raise CheckpointError(f"{file}: not a safetensors file: {error}") from None
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read: {error}") from None
+    with file_errors(file):
+        try:
+            with open_regular(file) as regular, safe_open(path_of(regular), framework="np") as opened:
+                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not iterable itself)
+                return {
+                    name: StoredTensor(file, name, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()
+                }
+        except SafetensorError as error:
+            found, expected = file.stat().st_size, _promised_bytes(file)
+            if expected is not None and found < expected:
+                raise CheckpointError(f"{file}: cut short: {expected} bytes expected, {found} found") from None
+            raise CheckpointError(f"{file}: not a safetensors file: {printable(error)}") from None
+        except OSError as error:
+            raise CheckpointError(f"{file}: cannot be read: {error}") from None
 
 
 def _promised_bytes(file: Path) -> int | None:
@@ -423,7 +430,8 @@ def _promised_bytes(file: Path) -> int | None:
     try:
         entries: dict[str, dict[str, Any]] = json.loads(header)
         ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
-        return 8 + length + int(max(ends, default=0))
+        last = max(ends, default=0)
+        return 8 + length + last if isinstance(last, int) else None  # JSON's numbers may be infinite
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
         return None
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from paged_kv.arguments import printable
 from paged_kv.checkpoint.config import checkpoint_folder
 from paged_kv.checkpoint.end_tokens import END_TEXTS
+from paged_kv.checkpoint.file_errors import file_errors
 from paged_kv.checkpoint.source import Source
-from paged_kv.checkpoint.tokenizer_file import TOKENIZER, library_errors, read_tokenizer
+from paged_kv.checkpoint.tokenizer_file import TOKENIZER, read_tokenizer
+from paged_kv.checkpoint.tokenizer_limits import LONGEST_TOKEN
 from paged_kv.errors import CheckpointError, ContractError, ContractTypeError
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.structured_output import StructureCompiler
@@ -37,11 +39,12 @@ class Tokenizer:
             self._tokenizer = read_tokenizer(file)
         self._file = file
         self._vocab_size = config.vocab_size
-        # Some files carry the lengths of their training batches; a prompt is taken as it is.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._hide_ends(config.eos_token_ids)
-        largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        with file_errors(file):
+            self._hide_ends(config.eos_token_ids)
+            vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+            largest, longest = max(vocabulary.values(), default=-1), max(map(len, vocabulary), default=0)
+        if longest > LONGEST_TOKEN:
+            raise CheckpointError(f"{file}: a token has {longest} characters, expected at most {LONGEST_TOKEN}")
         if largest >= config.vocab_size:
             raise CheckpointError(
                 f"{file}: vocabulary mismatch: token ids go up to {largest}, "
@@ -72,7 +75,7 @@ class Tokenizer:
             prompt.encode()
         except UnicodeEncodeError:
             raise ContractError(f"prompt {printable(ascii(prompt))} is not valid text") from None
-        with library_errors(f"{self._file}: prompt {printable(repr(prompt))} cannot be encoded"):
+        with file_errors(f"{self._file}: prompt {printable(repr(prompt))} cannot be encoded"):
             tokens: list[int] = self._tokenizer.encode(prompt, add_special_tokens=not is_template).ids
         if not prompt or not tokens:
             raise ContractError(f"prompt {printable(repr(prompt))} is empty: it gives no tokens")

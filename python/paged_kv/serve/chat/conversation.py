@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from paged_kv.arguments import printable, shown
-from paged_kv.errors import ContractError, ContractTypeError
+from paged_kv.errors import CheckpointError, ContractError, ContractTypeError
 from paged_kv.serve.chat.deltas import CallStart
 from paged_kv.serve.chat.message import Incoming, Outgoing
 from paged_kv.serve.chat.syntaxes import SYNTAXES, Asked, Call, Syntax
 from paged_kv.serve.chat.template import Template
+from paged_kv.serve.chat.template_limits import TemplateLimitError
 from paged_kv.serve.chat.tools import Tool
 
 _TOOL = {"name": "another", "description": "Another.", "parameters": {"type": "object", "properties": {}}}
@@ -38,7 +39,11 @@ class Habits:
 
 
 def read_habits(template: Template) -> Habits:
-    """Return what a template does with calls."""
+    """Return what a template does with calls.
+
+    Raises:
+        CheckpointError: it takes more than a rendering's limits.
+    """
     given: tuple[Any, ...] = ({"marker": "value"}, '{"marker": "value"}')
     for arguments in given:
         call: dict[str, Any] = {
@@ -53,7 +58,9 @@ def read_habits(template: Template) -> Habits:
         ]
         try:
             text = template.render(messages, [{"type": "function", "function": _TOOL}], add_generation_prompt=True)
-        except ContractError:
+        except ContractError as error:
+            if isinstance(error.__cause__, TemplateLimitError):
+                raise CheckpointError(f"the chat template cannot be used: {error.__cause__}") from error
             continue
         if "{'marker'" not in text:
             is_written = _PROBE in text and "marker" in text

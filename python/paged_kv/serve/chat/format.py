@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from paged_kv.arguments import printable
+from paged_kv.checkpoint.file_errors import file_errors
 from paged_kv.checkpoint.source import Source
 from paged_kv.engine.tokenizer import Tokenizer
 from paged_kv.errors import CheckpointError, ContractError
@@ -37,13 +39,15 @@ class ChatFormat:
         self, templates: Mapping[str, str], names: Mapping[str, str], special_tokens: frozenset[str] = frozenset()
     ) -> None:
         if DEFAULT not in templates and len(templates) != 1:
-            raise CheckpointError(f"the chat templates are {sorted(templates)}; none is called {DEFAULT!r}")
+            titles = printable(", ".join(sorted(templates)))
+            raise CheckpointError(f"the chat templates are {titles}; none is called {DEFAULT!r}")
         default = templates.get(DEFAULT) or next(iter(templates.values()))
-        self._default = Template(default, names)
-        self._with_tools = Template(templates[TOOL_USE], names) if TOOL_USE in templates else self._default
-        self._habits = read_habits(self._with_tools)
-        self.syntax: Syntax = choose_syntax(self._with_tools, self._habits)
-        self._thought = None if isinstance(self.syntax, Harmony) else read_thought(default)
+        with file_errors("the chat template cannot be used"):
+            self._default = Template(default, names)
+            self._with_tools = Template(templates[TOOL_USE], names) if TOOL_USE in templates else self._default
+            self._habits = read_habits(self._with_tools)
+            self.syntax: Syntax = choose_syntax(self._with_tools, self._habits)
+            self._thought = None if isinstance(self.syntax, Harmony) else read_thought(default)
         marks = {self.syntax.OPENING, *self.syntax.MARKS}
         if self._thought:
             marks |= {self._thought.opening, self._thought.closing}
@@ -63,8 +67,16 @@ class ChatFormat:
         Raises:
             CheckpointError: a file or a template cannot be read.
         """
-        templates = read_templates(source) if template is None else {DEFAULT: template}
-        return cls(templates, read_names(source), tokenizer.special_tokens) if templates else None
+        names = read_names(source)
+        if template is not None:
+            return cls({DEFAULT: template}, names, tokenizer.special_tokens)
+        templates = read_templates(source)
+        if not templates:
+            return None
+        try:
+            return cls(templates, names, tokenizer.special_tokens)
+        except CheckpointError as error:
+            raise CheckpointError(f"{source.folder}: {error}") from error
 
     def render(
         self,

@@ -17,12 +17,22 @@ import jinja2
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
-from jinja2.utils import Namespace
+from jinja2.utils import Namespace, generate_lorem_ipsum
 
 from paged_kv.arguments import printable
+from paged_kv.checkpoint.file_errors import file_errors
 from paged_kv.errors import CheckpointError, ContractError
+from paged_kv.serve.chat.template_compiler import LimitedCode, LimitedContext
+from paged_kv.serve.chat.template_guards import limited_call, limited_filters, limited_operator, limited_tests
+from paged_kv.serve.chat.template_limits import Budget, TemplateLimitError
 
+_MOST_TEXT = 1 << 18
+"""Characters of a template; the longest real ones have some 30,000."""
+_CHARGED = 1 << 16
+"""Characters of a rendered text that are counted at once."""
+_MOST_PATTERN, _MOST_WORDS = 1024, 100_000
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """The names of a message's thoughts; templates read the first, gpt-oss's the second."""
 
@@ -40,10 +50,16 @@ class Template:
 
     def __init__(self, text: str, names: Mapping[str, str]) -> None:
         self.text, self._names = text, dict(names)
-        try:
-            self._template = _environment().from_string(text)
-        except (TemplateError, RecursionError) as error:
-            raise CheckpointError(f"the chat template cannot be read: {printable(error)}") from None
+        problem = "the chat template cannot be read"
+        if len(text) > _MOST_TEXT:
+            raise CheckpointError(f"{problem}: expected at most {_MOST_TEXT} characters, got {len(text)}")
+        with file_errors(problem):
+            try:
+                self._template = _environment().from_string(text)
+            except TemplateError as error:
+                raise CheckpointError(f"{problem}: {printable(error)}") from error
+            except MemoryError as error:  # what Python's parser says of code that is nested too deep
+                raise CheckpointError(f"{problem}: it is nested too deep") from error
 
     def render(
         self,
@@ -60,8 +76,22 @@ class Template:
         given = [{name: value for name, value in message.items() if value is not None} for message in messages]
         values = {"add_generation_prompt": False} | self._names | variables
         values |= {"messages": [_with_thoughts(message) for message in given], "tools": tools}
+        context = self._template.new_context({"documents": None} | values)
+        assert isinstance(context, LimitedContext)
+        context.budget = budget = Budget([given, tools, variables])
+        pieces, size = [], 0
         try:
-            return self._template.render({"documents": None} | values)
+            for piece in self._template.root_render_func(context):
+                pieces.append(piece)
+                size += len(piece)
+                if size > _CHARGED:
+                    budget.charge(size)
+                    size = 0
+            return "".join(pieces)
+        except TemplateLimitError as error:
+            raise ContractError(f"messages: the chat template cannot be rendered with them: {error}") from error
+        except MemoryError:
+            raise
         except RecursionError:
             raise ContractError("messages: the chat template fails on them: they are too deep") from None
         except Exception as error:  # a template may do anything that the sandbox lets it
@@ -134,19 +164,45 @@ def _tojson(
 
 
 def _now(pattern: str) -> str:
+    if len(pattern) > _MOST_PATTERN:  # the system's function makes 256 times as much of it
+        raise TemplateLimitError("it makes too much text")
     return datetime.now().strftime(pattern)
+
+
+def _lipsum(n: int = 5, html: bool = True, min: int = 20, max: int = 100) -> str:  # noqa: A002
+    if n * max > _MOST_WORDS:
+        raise TemplateLimitError("it makes too much text")
+    return generate_lorem_ipsum(n, html, min, max)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, with limits."""
+
+    code_generator_class = LimitedCode
+    context_class = LimitedContext
+    intercepted_binops = frozenset({"*", "**", "%"})
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        assert isinstance(__context, LimitedContext)
+        return limited_call(__context.budget, __context, super().call, __obj, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        assert isinstance(context, LimitedContext)
+        return limited_operator(context.budget, operator, self.binop_table[operator], left, right)
 
 
 @cache
 def _environment() -> jinja2.Environment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    environment = _Environment(
+        trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[_Generation, loopcontrols]
     )
-    environment.filters["tojson"] = _tojson
+    environment.filters = limited_filters(environment.filters | {"tojson": _tojson})
+    environment.tests = limited_tests(environment.tests)
     environment.globals |= {
         "raise_exception": _refuse,
         "strftime_now": _now,
         "dict": _Dict(),
+        "lipsum": _lipsum,
         "namespace": _Namespace,
     }
     return environment

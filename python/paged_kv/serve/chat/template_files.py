@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paged_kv.arguments import printable
+from paged_kv.arguments import printable, shown
+from paged_kv.checkpoint.file_errors import file_errors
 from paged_kv.checkpoint.gguf import GgufCheckpoint
 from paged_kv.checkpoint.gguf_header import Strings
 from paged_kv.checkpoint.source import Source
@@ -41,11 +41,12 @@ def read_templates(source: Source) -> dict[str, str]:
         CheckpointError: a file cannot be read.
     """
     folder, found = source.folder, {}
-    if (folder / _ALONE).is_file():
-        found[DEFAULT] = _text(folder / _ALONE)
-    if (folder / _FURTHER).is_dir():
-        found |= {file.stem: _text(file) for file in sorted((folder / _FURTHER).glob("*.jinja"))}
-    return found or _of_config(_json(folder / _CONFIG)) or _of_gguf(source)
+    with file_errors(f"{folder}: its chat templates"):
+        if (folder / _ALONE).is_file():
+            found[DEFAULT] = _text(folder / _ALONE)
+        if (folder / _FURTHER).is_dir():
+            found |= {file.stem: _text(file) for file in sorted((folder / _FURTHER).glob("*.jinja"))}
+        return found or _of_config(folder / _CONFIG) or _of_gguf(source)
 
 
 def read_names(source: Source) -> dict[str, str]:
@@ -54,6 +55,11 @@ def read_names(source: Source) -> dict[str, str]:
     Raises:
         CheckpointError: a file cannot be read.
     """
+    with file_errors(f"{source.folder}: its special tokens"):
+        return _names(source)
+
+
+def _names(source: Source) -> dict[str, str]:
     config = _json(source.folder / _CONFIG)
     known = _gguf_names(source) | _json(source.folder / _TOKENS) | config
     own = [name for name in config if name.endswith("_token")]
@@ -64,14 +70,22 @@ def read_names(source: Source) -> dict[str, str]:
     return names
 
 
-def _of_config(config: Mapping[str, Any]) -> dict[str, str]:
-    given = config.get("chat_template")
+def _of_config(file: Path) -> dict[str, str]:
+    """Templates of a tokenizer_config.json: a text, or a list of objects with names and texts."""
+    given = _json(file).get("chat_template")
+    if given is None:
+        return {}
     if isinstance(given, str):
         return {DEFAULT: given}
-    each = given if isinstance(given, list) else []
-    return {
-        one["name"]: one["template"] for one in each if isinstance(one, dict) and {"name", "template"} <= one.keys()
-    }
+    each = given if isinstance(given, list) else [given]
+    templates: dict[str, str] = {}
+    for one in each:
+        name, template = (one.get("name"), one.get("template")) if isinstance(one, dict) else (None, None)
+        if not isinstance(name, str) or not isinstance(template, str):
+            expected = "a text, or a list of objects with a name and a template"
+            raise CheckpointError(f"{file}: chat_template: expected {expected}, got {printable(shown(one))}")
+        templates[name] = template
+    return templates
 
 
 def _of_gguf(source: Source) -> dict[str, str]:
@@ -93,8 +107,14 @@ def _gguf_names(source: Source) -> dict[str, Any]:
     texts = list(tokens.read()) if isinstance(tokens, Strings) else []
     found = {}
     for name, key in _IN_GGUF.items():
-        token = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if token is not None and 0 <= token < len(texts):
+        key = f"tokenizer.ggml.{key}_token_id"
+        token = metadata.get(key)
+        if token is None:
+            continue
+        if not isinstance(token, int) or isinstance(token, bool):
+            file = source.checkpoint.header.file
+            raise CheckpointError(f"{file}: {key}: expected a token id, got {printable(shown(token))}")
+        if 0 <= token < len(texts):
             found[name] = texts[token].decode(errors="replace")
     return found
 
