@@ -140,8 +140,10 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
     values["vocab_size"] = embeddings.shape[0]
     values["tie_word_embeddings"] = "output.weight" not in header.tensors
     parts = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias", "use_qk_norm": "attn_q_norm.weight"}
+    parts["attention_out_bias"] = "attn_output.bias"
     for key, tensor in parts.items():
         values[key] = f"blk.0.{tensor}" in header.tensors
+    values["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in header.tensors
 
     theta = values["rope_theta"] = metadata.number("rope.freq_base", 10000.0)
     scaling = read_scaling(metadata, scaling_tensors(header), rotated, theta)
