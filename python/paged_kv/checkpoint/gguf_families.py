@@ -36,6 +36,13 @@ _SIZES = {
     "num_key_value_heads": "attention.head_count_kv",
     "max_position_embeddings": "context_length",
 }
+_BY_TENSORS = {
+    "attention_bias": "attn_q.bias",
+    "attention_out_bias": "attn_output.bias",
+    "mlp_bias": "ffn_up.bias",
+    "use_qk_norm": "attn_q_norm.weight",
+}
+"""Keys of config.json that are true where a layer has a tensor: in hybrid models the first one does not attend."""
 
 
 def find_family(header: GgufHeader) -> Gguf:
@@ -139,11 +146,10 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
         raise CheckpointError(f"{header.file}: tensor token_embd.weight is missing")
     values["vocab_size"] = embeddings.shape[0]
     values["tie_word_embeddings"] = "output.weight" not in header.tensors
-    parts = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias", "use_qk_norm": "attn_q_norm.weight"}
-    parts["attention_out_bias"] = "attn_output.bias"
-    for key, tensor in parts.items():
-        values[key] = f"blk.0.{tensor}" in header.tensors
-    values["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in header.tensors
+    in_layers = {name.partition(".")[2].partition(".")[2] for name in header.tensors if name.startswith("blk.")}
+    for key, tensor in _BY_TENSORS.items():
+        values[key] = tensor in in_layers
+    values["use_parallel_residual"] = "ffn_norm.weight" not in in_layers
 
     theta = values["rope_theta"] = metadata.number("rope.freq_base", 10000.0)
     scaling = read_scaling(metadata, scaling_tensors(header), rotated, theta)
