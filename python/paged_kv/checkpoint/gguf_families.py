@@ -14,7 +14,7 @@ from paged_kv.checkpoint.end_tokens import FILL_IN_ENDS, end_tokens
 from paged_kv.checkpoint.gguf_header import GgufHeader
 from paged_kv.checkpoint.gguf_keys import OF_WINDOWED_LAYERS, WINDOWS, Metadata
 from paged_kv.checkpoint.gguf_rope import read_scaling, rope_tensors
-from paged_kv.checkpoint.gguf_tokenizer import end_texts
+from paged_kv.checkpoint.gguf_tokenizer import default_ids, end_texts
 from paged_kv.errors import CheckpointError
 from paged_kv.graphs.models import FAMILIES
 from paged_kv.graphs.models.family import Gguf
@@ -281,5 +281,6 @@ def _special_tokens(header: GgufHeader) -> dict[str, Any]:
     metadata = Metadata(header, "tokenizer.ggml", [f"{name}_token_id" for name in names])
     said = {name: metadata.scalar(f"{name}_token_id") for name in names}
     said = {name: token for name, token in said.items() if token is not None}
+    said = {key.removesuffix("_token_id"): token for key, token in default_ids(header).items()} | said
     named = [said[name] for name in ("eos", "eot", "eom") if name in said]
     return {"bos_token_id": said.get("bos"), "eos_token_id": list(end_tokens(end_texts(header), named, said)) or None}
