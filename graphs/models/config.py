@@ -461,7 +461,7 @@ def _scaling(fields: Fields, rope: Fields, dims: int) -> Scaling | None:
     factor = rope.number("factor", None, *_STRETCH)
     if kind == "yarn":
         mscale, all_dim = (
-            None if rope.get(name) is None else rope.number(name, None, *_STRETCH)
+            None if rope.get(name) in (None, 0) else rope.number(name, None, *_STRETCH)  # 0 is as not said
             for name in ("mscale", "mscale_all_dim")
         )
         sharpening = rope.number("attention_factor", Yarn.sharpening(factor, mscale, all_dim), *_STRETCH)

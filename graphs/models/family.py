@@ -31,6 +31,7 @@ EXPERTS = {
     "mlp.router": "ffn_gate_inp",
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.gate_up_proj": "ffn_gate_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
     "mlp.gate.e_score_correction": "exp_probs_b",
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp",

@@ -139,7 +139,6 @@ FAMILY = Family(
             "post_feedforward_layernorm_1": "post_ffw_norm_1",
             "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
             "post_feedforward_layernorm_2": "post_ffw_norm_2",
-            "mlp.experts.gate_up_proj": "ffn_gate_up_exps",
             "per_layer_input_gate": "inp_gate",
             "per_layer_projection": "proj",
             "post_per_layer_input_norm": "post_norm",

@@ -33,7 +33,7 @@ def _of_metadata(values: Mapping[str, Any], number: Number) -> dict[str, Any]:
 
 
 _PARALLEL = frozenset({"use_parallel_residual"})
-"""Converters write true where config.json says nothing; a model whose layers are parallel has no second norm."""
+"""Converters write true where config.json says nothing; `gguf_families.py` sees it by the second norm, as llama.cpp."""
 
 FAMILY = Family(
     architecture="StableLmForCausalLM",

@@ -109,7 +109,7 @@ def make_checkpoint(
     """
     values = {key: value for key, value in CONFIG.items() if key not in ("architectures", "model_type")}
     tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    of_text = "Text" if family in ("Gemma3", "Gemma4", "Llama4", "Qwen3_5") else ""
+    of_text = "Text" if family in ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe") else ""
     config_class = getattr(transformers, f"{family}{of_text}Config")
     config = config_class(**(values | tokens | overrides))
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()

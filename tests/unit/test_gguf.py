@@ -287,8 +287,9 @@ def test_every_encoding_has_its_name_and_size(tmp_path, kind):
 
 
 def test_no_encoding_up_to_the_last_is_a_number():
-    """Those too that ggml gave up."""
-    assert sorted(_ENCODINGS) == list(range(max(gguf.GGMLQuantizationType) + 1))
+    """Those too that ggml gave up, and Q2_0, which the package does not have yet."""
+    assert sorted(_ENCODINGS) == [*range(max(gguf.GGMLQuantizationType) + 1), 42]
+    assert _ENCODINGS[42] == ("Q2_0", 64, 18)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from transformers.convert_slow_tokenizer import generate_merges
 
 from paged_kv.checkpoint.end_tokens import end_tokens
 from paged_kv.checkpoint.gguf import open_gguf
+from paged_kv.checkpoint.gguf_families import _special_tokens
 from paged_kv.checkpoint.gguf_header import read_header
 from paged_kv.checkpoint.gguf_splits import SPLITS
 from paged_kv.checkpoint.gguf_tokenizer import end_texts, make_tokenizer, tokenizer_json
@@ -360,6 +361,32 @@ def test_tokens_that_are_not_used(tmp_path):
     assert made.decode([len(said["tokens"]), len(said["tokens"]) + 1, real.token_to_id("x")]) == "x"
 
 
+def test_a_token_that_is_not_used_but_made(tmp_path):
+    """Llama.cpp makes it, whatever its type."""
+    real, said = byte_level("qwen2")
+    made = said["tokens"].index("".join(said["merges"][0].split(" ")))
+    changed_types = changed(said, "token_type", made, UNUSED)
+    assert_agree(make_tokenizer(header(tmp_path, changed_types)), real, STRINGS[:100])
+
+
+def test_a_merge_with_two_spaces_is_never_used(tmp_path):
+    real, said = byte_level("qwen2")
+    spaces = said | {"merges": ["t  h", *said["merges"], "t h e"]}
+    assert_agree(make_tokenizer(header(tmp_path, spaces)), real, STRINGS[:100])
+
+
+def test_what_sentencepiece_does_not_say(tmp_path):
+    """Llama.cpp's defaults: tokens 1 and 2 begin and end a text, and all scores are 0."""
+    said = sentencepiece(True)[1]
+    silent = header(tmp_path, said | {"bos_token_id": None, "eos_token_id": None, "add_eos_token": True})
+    ids = make_tokenizer(silent).encode("x").ids
+    assert (ids[0], ids[-1]) == (1, 2)
+    assert _special_tokens(silent) == {"bos_token_id": 1, "eos_token_id": [2]}
+    flat = said | {"scores": [0.0] * len(said["tokens"])}
+    expected, found = (tokenizer_json(header(tmp_path, each)) for each in (flat, said | {"scores": None}))
+    assert found == expected
+
+
 def test_phi3_drops_the_space_after_its_tokens(tmp_path):
     _, said = sentencepiece(True)
     made = make_tokenizer(header(tmp_path, said, "phi3"))
@@ -402,7 +429,6 @@ BPE_FAULTS = {
 }
 SPM_FAULTS = {
     "scores": (lambda s: s | {"scores": s["scores"][1:]}, r"scores = \d+: there are \d+ tokens"),
-    "no scores": (lambda s: s | {"scores": None}, "scores = None: an array of numbers"),
     "a score": (lambda s: changed(s, "scores", 500, float("nan")), "scores = nan: finite numbers"),
     "bytes": (lambda s: changed(s, "tokens", 20, "<0x1>"), "255 of the 256 bytes are tokens"),
     "unknown": (lambda s: s | {"unknown_token_id": 10**6}, "unknown_token_id = 1000000: a token from 0"),

@@ -61,7 +61,31 @@ def open_gguf(file: Path | str) -> GgufCheckpoint:
     header = read_parts(file)
     with file_errors(header.file):
         find_family(header)
-    return GgufCheckpoint(header)
+        return GgufCheckpoint(replace(header, tensors=dict(_qkv_apart(header))))
+
+
+def _qkv_apart(header: GgufHeader) -> Iterator[tuple[str, GgufTensor]]:
+    """The tensors by their names, with q, k and v as three where the converter was told to write them as one
+    (`--fuse-qkv`) and the family has them apart.
+    """
+    own = set(find_family(header).layer.values())
+    for name, tensor in header.tensors.items():
+        layer, _, kind = name.partition(".attn_qkv.")
+        output = header.tensors.get(f"{layer}.attn_output.weight")
+        parts = [f"{layer}.attn_{part}.{kind}" for part in "qkv"]
+        if "attn_qkv" in own or not kind or output is None or any(part in header.tensors for part in parts):
+            yield name, tensor
+            continue
+        # Values have as many rows as keys, and the output's columns are the queries' rows.
+        queries, rows = output.shape[-1], tensor.shape[0]
+        keys = (rows - queries) // 2
+        bounds = [0, queries, queries + keys, rows]
+        size = tensor.data.shape[0] // rows  # the data of a vector are bytes
+        for part, first, end in zip(parts, bounds, bounds[1:], strict=False):
+            shape, data = (max(end - first, 0), *tensor.shape[1:]), tensor.data[first * size : end * size]
+            if kind not in ("weight", "bias"):  # a number of the whole matrix
+                shape, data = tensor.shape, tensor.data
+            yield part, GgufTensor(part, tensor.encoding, shape, data)
 
 
 @dataclass(frozen=True)
@@ -86,7 +110,7 @@ class GgufCheckpoint:
         if config.experts is not None:
             is_fused = any(".ffn_gate_up_exps." in name for name in self.header.tensors)
             config = replace(config, experts=replace(config.experts, apart=not is_fused))
-        check_layers(config, self.header.tensors, self.header.file)
+        check_layers(config, self.header.tensors, self.header.file, stacks=True)
         tensors = {name: self._tensor(name) for name in expected_tensors(config)}
         encodings = [(name, tensor.encoding) for name, tensor in tensors.items() if tensor.encoding in GGUF_ENCODINGS]
         attends = next((index for index in range(config.num_hidden_layers) if config.attends(index)), 0)

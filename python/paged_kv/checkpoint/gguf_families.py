@@ -14,7 +14,7 @@ from paged_kv.checkpoint.end_tokens import FILL_IN_ENDS, end_tokens
 from paged_kv.checkpoint.gguf_header import GgufHeader
 from paged_kv.checkpoint.gguf_keys import OF_WINDOWED_LAYERS, WINDOWS, Metadata
 from paged_kv.checkpoint.gguf_rope import read_scaling, rope_tensors
-from paged_kv.checkpoint.gguf_tokenizer import end_texts
+from paged_kv.checkpoint.gguf_tokenizer import default_ids, end_texts
 from paged_kv.errors import CheckpointError
 from paged_kv.graphs.models import FAMILIES
 from paged_kv.graphs.models.family import Gguf
@@ -36,6 +36,13 @@ _SIZES = {
     "num_key_value_heads": "attention.head_count_kv",
     "max_position_embeddings": "context_length",
 }
+_BY_TENSORS = {
+    "attention_bias": "attn_q.bias",
+    "attention_out_bias": "attn_output.bias",
+    "mlp_bias": "ffn_up.bias",
+    "use_qk_norm": "attn_q_norm.weight",
+}
+"""Keys of config.json that are true where a layer has a tensor: in hybrid models the first one does not attend."""
 
 
 def find_family(header: GgufHeader) -> Gguf:
@@ -139,9 +146,10 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
         raise CheckpointError(f"{header.file}: tensor token_embd.weight is missing")
     values["vocab_size"] = embeddings.shape[0]
     values["tie_word_embeddings"] = "output.weight" not in header.tensors
-    parts = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias", "use_qk_norm": "attn_q_norm.weight"}
-    for key, tensor in parts.items():
-        values[key] = f"blk.0.{tensor}" in header.tensors
+    in_layers = {name.partition(".")[2].partition(".")[2] for name in header.tensors if name.startswith("blk.")}
+    for key, tensor in _BY_TENSORS.items():
+        values[key] = tensor in in_layers
+    values["use_parallel_residual"] = "ffn_norm.weight" not in in_layers
 
     theta = values["rope_theta"] = metadata.number("rope.freq_base", 10000.0)
     scaling = read_scaling(metadata, scaling_tensors(header), rotated, theta)
@@ -273,5 +281,6 @@ def _special_tokens(header: GgufHeader) -> dict[str, Any]:
     metadata = Metadata(header, "tokenizer.ggml", [f"{name}_token_id" for name in names])
     said = {name: metadata.scalar(f"{name}_token_id") for name in names}
     said = {name: token for name, token in said.items() if token is not None}
+    said = {key.removesuffix("_token_id"): token for key, token in default_ids(header).items()} | said
     named = [said[name] for name in ("eos", "eot", "eom") if name in said]
     return {"bos_token_id": said.get("bos"), "eos_token_id": list(end_tokens(end_texts(header), named, said)) or None}

@@ -30,6 +30,8 @@ _LONGEST_TOKEN = 1 << 16
 """Bytes; real ones have some hundreds."""
 # What `tokenizer.ggml.token_type` says of a token; 0 is a normal one.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+_LLAMA_IDS = {"bos_token_id": 1, "eos_token_id": 2}
+"""Tokens of a SentencePiece vocabulary where the file does not name them, as llama.cpp has it."""
 # Bytes of control characters, of planes without characters, and of no UTF-8. Some vocabularies lack tokens for them;
 # their models' own tokenizers leave them out of a text.
 _RARE_BYTES = {*range(0x20), 0x7F, 0xC0, 0xC1, 0xF1, 0xF2, *range(0xF5, 0x100)} - set(b"\t\n\r")
@@ -48,6 +50,14 @@ _CHARACTERS = frozenset(character for byte, character in _byte_characters().item
 def has_vocabulary(header: GgufHeader) -> bool:
     """Return whether the file has tokens."""
     return f"{_PREFIX}tokens" in header.metadata
+
+
+def default_ids(header: GgufHeader) -> dict[str, int]:
+    """The tokens that begin and end a text by their keys, where the file does not name them: those that it has."""
+    found = header.metadata.get(f"{_PREFIX}tokens")
+    if header.metadata.get(f"{_PREFIX}model") != "llama" or not isinstance(found, Strings):
+        return {}
+    return {key: token for key, token in _LLAMA_IDS.items() if token < found.count}
 
 
 def end_texts(header: GgufHeader) -> dict[str, int]:
@@ -117,9 +127,12 @@ class _Vocabulary:
         ]
         bytes_only = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
         merges = self._merges()
-        # What is not used in the file is no token elsewhere.
+        # What is not used in the file is no token elsewhere, unless it is made all the same.
+        merged = {token for pair in merges for token in (*pair, "".join(pair))}
         vocabulary = {
-            token: index for token, index in self.ids.items() if self.types[index] != _UNUSED or index in self.ends
+            token: index
+            for token, index in self.ids.items()
+            if self.types[index] != _UNUSED or index in self.ends or token in merged
         }
         return {
             "normalizer": {"type": "NFC"} if split.composed else None,
@@ -204,6 +217,8 @@ class _Vocabulary:
             text = self._text("merges", index, raw)
             at = text.find(" ", 1)
             pair = text[:at], text[at + 1 :]
+            if at > 0 and " " in pair[1]:  # no text has it: a space is another character there
+                continue
             if at < 0 or any(part not in self.ids for part in (*pair, "".join(pair))):
                 raise self._error("merges", text, f"merge {index} is not of two tokens that make a third")
             if pair in merges:
@@ -215,9 +230,9 @@ class _Vocabulary:
         """All ways to make a token of two; the best score first. Of one token's, and of equal scores, first what has
         the longer left part, then the longer right part, as transformers orders them.
         """
-        scores = self._numbers("scores", "f")
+        scores = self._numbers("scores", "fi")
         if scores is None:
-            raise self._error("scores", None, "an array of numbers is expected")
+            scores = np.zeros(len(self.tokens))
         if not np.isfinite(scores).all():
             raise self._error("scores", float(scores[~np.isfinite(scores)][0]), "finite numbers are expected")
         found: list[tuple[float, int, int, int, int]] = []
@@ -289,7 +304,8 @@ class _Vocabulary:
     def _id(self, key: str) -> int | None:
         value = self._value(key)
         if value is None:
-            return None
+            default = default_ids(self._header).get(key)
+            return default if default is not None and self.tokens[default] else None
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < len(self.tokens):
             raise self._error(key, value, f"a token from 0 to {len(self.tokens) - 1} is expected")
         if not self.tokens[value]:

@@ -359,16 +359,21 @@ def open_files(files: Sequence[Path]) -> Checkpoint:
     return Checkpoint(folder, tensors)
 
 
-def check_layers(config: DecoderConfig, stored: Collection[str], origin: Path) -> None:
+def check_layers(config: DecoderConfig, stored: Collection[str], origin: Path, *, stacks: bool = False) -> None:
     """Refuses a configuration with more layers or experts than there are tensors, before the names of all their weights
     are made.
 
+    Args:
+        stored: The names of the tensors.
+        origin: Their file or folder.
+        stacks: Experts lie in tensors of all of them, as in every GGUF file, whose names are not Hugging Face's.
+
     Raises:
-        CheckpointError: that is so; `stored` are the names of the tensors, `origin` their file or folder.
+        CheckpointError: that is so.
     """
     if config.num_hidden_layers > len(stored):
         raise CheckpointError(f"{origin}: {config.num_hidden_layers} layers, but only {len(stored)} tensors")
-    if config.experts is not None and least_tensors(config, stored) > len(stored):
+    if config.experts is not None and not stacks and least_tensors(config, stored) > len(stored):
         experts = f"{sum(config.experts.layers)} layers of {config.experts.count} experts"
         raise CheckpointError(f"{origin}: {experts}, but only {len(stored)} tensors")
 
