@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from paged_kv.errors import ContractError
@@ -37,7 +37,7 @@ class Mask(Tensor):
     is_known: bool
     """True if it is causal, or causal with a window, over sequences that are padded on the left alone."""
     padding: Ints | None
-    """`[B]`, tokens of padding; None where there is none."""
+    """`[B]`, hidden tokens before the first one that is seen; None where nothing is hidden."""
     was_read: bool
     """True if other code computed with it."""
 
@@ -119,7 +119,7 @@ def attention_forward(
     """Attention of query `[B, Hq, T, D]`, as transformers' own functions: `[B, T, Hq, D]`, and no weights.
 
     Raises:
-        ContractError: what is asked for beside the mask is not computed here.
+        ContractError: there is dropout, or a mask shows tokens that the cache took for padding and did not store.
     """
     if dropout:
         raise ContractError(f"dropout is {dropout}: paged_kv computes inference, call model.eval() first")
@@ -127,21 +127,69 @@ def attention_forward(
     if isinstance(layer, PagedAttentionCache):
         return attend_batch(module, query, key, value, scaling, softcap, s_aux, layer, kwargs), None
     if layer is None:
-        if softcap is not None or s_aux is not None:
-            raise ContractError(f"{GIVEN}: soft caps and sinks are computed over pages alone")
         dense = attention_mask if mask is None else mask.dense
-        found = sdpa_attention_forward(module, query, key, value, dense, scaling=scaling, **kwargs)
-        return found[0], None
-    step = layer.store(None if mask is None or not mask.is_known else mask.padding)
-    plain = kwargs.get("position_bias") is None and kwargs.get("is_causal") in (None, True)
-    if plain and (attention_mask is None or (mask is not None and mask.is_known)):
+        return _attend_densely(module, (query, key, value), dense, scaling, softcap, s_aux, kwargs), None
+    is_causal = attention_mask is None or (mask is not None and mask.is_known)
+    step = layer.store(mask.padding if mask is not None and mask.is_known else None)
+    is_causal &= _check_padding(step, attention_mask)
+    if is_causal and kwargs.get("position_bias") is None and kwargs.get("is_causal") in (None, True):
         window = None if mask is None else mask.window
         return _attend(layer, step, query, scaling, window, softcap, s_aux), None
-    if softcap is not None or s_aux is not None:
-        raise ContractError("attention_mask: soft caps and sinks are computed under causal masks and windows alone")
     keys, values = layer.dense(step, query.dtype)
     dense = attention_mask if mask is None else mask.dense
-    return sdpa_attention_forward(module, query, keys, values, dense, scaling=scaling, **kwargs)[0], None
+    return _attend_densely(module, (query, keys, values), dense, scaling, softcap, s_aux, kwargs), None
+
+
+def _check_padding(step: Step, mask: Tensor | None) -> bool:
+    """Return whether a mask begins with the padding that a cache did not store, and hides no token more there.
+
+    Raises:
+        ContractError: it shows tokens of that padding.
+    """
+    hidden = getattr(mask, "padding", None)
+    if hidden is None:
+        hidden = np.zeros_like(step.padding)
+    shown = step.padding > hidden
+    if shown.any():
+        b = int(shown.argmax())
+        raise ContractError(
+            f"attention_mask: sequence {b} begins with {hidden[b]} hidden tokens, expected at least {step.padding[b]}:"
+            f" {GIVEN} took them for padding and did not store them"
+        )
+    return bool((step.padding == hidden).all())
+
+
+def _attend_densely(
+    module: torch.nn.Module,
+    states: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    others: dict[str, Any],
+) -> Tensor:
+    """Attention under any mask of query `[B, Hq, T, D]`, keys and values `[B, Hk, tokens, D]`: `[B, T, Hq, D]`."""
+    query, keys, values = states
+    if softcap is None and sinks is None:
+        found: Tensor = sdpa_attention_forward(module, query, keys, values, mask, scaling=scaling, **others)[0]
+        return found
+    if others.get("position_bias") is not None:
+        raise ContractError("position_bias: not computed beside soft caps and sinks")
+    heads, new_tokens, tokens = query.shape[1], query.shape[2], keys.shape[2]
+    keys, values = (repeat_kv(x, heads // x.shape[1]).float() for x in (keys, values))
+    scores = (query.float() @ keys.mT) * (query.shape[3] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is None and new_tokens > 1 and others.get("is_causal") is not False:
+        mask = torch.ones(new_tokens, tokens, dtype=torch.bool, device="cpu").tril(tokens - new_tokens)
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, torch.finfo(query.dtype).min)
+    elif mask is not None:
+        scores = scores + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().view(1, heads, 1, 1).expand(*scores.shape[:3], 1)], 3)
+    weights = scores.softmax(3)[..., :tokens]
+    return (weights @ values).to(query.dtype).transpose(1, 2).contiguous()
 
 
 def _attend(

@@ -29,6 +29,7 @@ from paged_kv.kv_formats import KVFormat
 from paged_kv.options import check_kv_format, stored_head
 from paged_kv.pool import PagePool
 from paged_kv.torch.cache import quantised, widened
+from paged_kv.transformers import running
 
 PAGE_SIZE = 32
 LAYER = "_paged_kv_layer"
@@ -104,11 +105,7 @@ class PagedCache(Cache):  # type: ignore[misc] # transformers has no types
         super().__init__(layers=[PagedLayer(self) for _ in range(config.num_hidden_layers)])
 
     def step(self, start: int, new_tokens: int, batch: int, padding: Ints | None) -> Step:
-        """The facts of a forward pass, made by its first layer.
-
-        Raises:
-            ContractError: the padding is another one than before.
-        """
+        """The facts of a forward pass, made by its first layer."""
         step = self._step
         if step is None or (step.start, step.new_tokens) != (start, new_tokens):
             step = self._step = self.table.extend(start, new_tokens, batch, padding)
@@ -136,6 +133,16 @@ class PagedCache(Cache):  # type: ignore[misc] # transformers has no types
         self.table.crop(self.get_seq_length())
         self._step = None
 
+    def take_back(self, tokens: int) -> None:
+        """Removes what follows the first `tokens` tokens, of a forward pass that ended anywhere."""
+        if not tokens:
+            self.reset()
+        else:
+            for layer in self.layers:
+                layer.crop(min(tokens - layer.get_seq_length(), 0))
+            self.table.crop(tokens)
+            self._step = None
+
     def reset(self) -> None:
         """Removes all tokens."""
         super().reset()
@@ -161,9 +168,10 @@ class PageTables:
     def extend(self, start: int, new_tokens: int, batch: int, padding: Ints | None) -> Step:
         """Makes room for T tokens of each sequence after the `start` that it has.
 
+        `padding` is that of their mask (None: none): what follows it is stored, of those that have begun all.
+
         Raises:
             ShapeError: there are another number of sequences than before.
-            ContractError: the padding is another one than before.
         """
         if not self.batch:
             self._sequences = list(range(batch))
@@ -171,18 +179,11 @@ class PageTables:
                 self.pool.start(request)
         if batch != self.batch:
             raise ShapeError(f"{GIVEN} holds {self.batch} sequences, {batch} are given")
+        hidden = np.zeros(batch, np.int64) if padding is None else padding
         if not start:
-            self.padding = np.zeros(batch, np.int64) if padding is None else padding
-        elif padding is not None:
-            # A prompt that comes in parts may have had nothing but padding so far.
-            differs = (padding != self.padding) & (self.padding < start)
-            if differs.any():
-                b = int(differs.argmax())
-                raise ContractError(
-                    f"attention_mask: sequence {b} begins with {padding[b]} tokens of padding, in {GIVEN} with"
-                    f" {self.padding[b]}"
-                )
-            self.padding = padding
+            self.padding = hidden
+        else:  # a prompt that comes in parts may have had nothing but padding so far
+            self.padding = np.where(self.padding < start, self.padding, np.maximum(hidden, start))
         self.crop(start)
         copies: list[tuple[int, int]] = []
         for request, length in zip(self._sequences, self._lengths(start + new_tokens), strict=True):
@@ -265,7 +266,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc] # transformers has no t
         """Nothing: pages are made as they are needed."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Keeps the new K and V `[B, Hk, T, D]` for the attention, and returns them."""
+        """Keeps the new K and V `[B, Hk, T, D]` for the attention, and returns them.
+
+        Where another attention than this package's follows: stores them, and returns K and V of all tokens.
+        """
         del args, kwargs
         if self.new is not None:
             raise ContractError(f"{GIVEN}: a layer's keys were not attended to: is its attention replaced?")
@@ -273,6 +277,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc] # transformers has no t
             widths = f"{key_states.shape[-1]} and {value_states.shape[-1]}"
             raise ShapeError(f"{GIVEN}: keys and values are {widths} wide, pages hold one width")
         self.new = key_states, value_states
+        if not running.on_pages():
+            return self.dense(self.store(None), key_states.dtype)
         setattr(key_states, LAYER, self)
         return key_states, value_states
 
@@ -291,7 +297,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc] # transformers has no t
         for source, target in step.copies:
             k_pages[target], v_pages[target] = k_pages[source], v_pages[source]
         for pages, rows in ((k_pages, k_rows), (v_pages, v_rows)):
-            pages.view(-1, *rows.shape[1:]).index_copy_(0, step.slots, rows)
+            pages.view(-1, *rows.shape[1:]).index_copy_(0, step.slots, rows.to(pages.dtype))
         self._seen += new_tokens
         return step
 
@@ -323,8 +329,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc] # transformers has no t
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last tokens."""
-        self._seen = max(self._seen + tokens_to_remove, 0)
+        """Forgets the last tokens, and what waits for an attention."""
+        self._seen, self.new = max(self._seen + tokens_to_remove, 0), None
 
     def reset(self) -> None:
         """Forgets all tokens."""

@@ -50,9 +50,14 @@ def _release(model: nn.Module, call: object) -> None:
         calls.discard(call)
         if not calls:
             for module in model.modules():
-                if getattr(module.__dict__.get("forward"), "func", None) is _forward:
+                if is_served_by(module.__dict__.get("forward")):
                     del module.__dict__["forward"]
             _running.pop(id(model), None)
+
+
+def is_served_by(forward: object) -> bool:
+    """Return whether a module's own `forward` is this package's."""
+    return getattr(forward, "func", None) is _forward
 
 
 def _is_served(weight: Tensor) -> bool:

@@ -18,7 +18,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
 
 from paged_kv.errors import ContractError, ShapeError
-from paged_kv.transformers import running
+from paged_kv.transformers import linear, running
 from paged_kv.transformers.attention import Mask, attention_forward
 from paged_kv.transformers.cache import GIVEN, LAYER, PagedCache
 
@@ -31,9 +31,9 @@ _lock = threading.Lock()
 def why_not(model: Any, call: str) -> str | None:
     """Return why a model's code cannot run on pages in `generate` or `generate_batch`; None where it can.
 
-    A model is tried once for each, and once more if it goes over to training or back.
+    A model is tried once for each, and once more whenever its code, its mode or its kinds of layers changed.
     """
-    key = call, model.training
+    key = call, _code_of(model)
     with _lock:
         reasons = _reasons.setdefault(model, {})
     if key not in reasons:
@@ -41,15 +41,29 @@ def why_not(model: Any, call: str) -> str | None:
     return reasons[key]
 
 
+def _code_of(model: Any) -> int:
+    """A number of what a verdict depends on: modules, their own `forward` and mode, and the kinds of layers."""
+    own = []
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        own.append((id(module), module.training, 0 if linear.is_served_by(forward) else id(forward)))
+    return hash((type(model), tuple(own), repr(get_layer_types_and_kwargs(model.config))))
+
+
 def _try(model: Any, call: str) -> str | None:
     try:
-        with torch.no_grad(), running.as_named(model, NAME):
+        with torch.no_grad(), torch.random.fork_rng([]), running.as_named(model, NAME):
             _generate(model) if call == "generate" else _generate_batch(model)
-    except (ContractError, ShapeError) as error:
-        return str(error)
     except Exception as error:  # whatever the model's own code raises
-        return f"its code fails on pages ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+        return reason(error)
     return None
+
+
+def reason(error: Exception) -> str:
+    """The reason of an error on pages, of this package or of any other code."""
+    if isinstance(error, ContractError | ShapeError):
+        return str(error)
+    return f"its code fails on pages ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
 
 
 class _Cache(PagedCache):

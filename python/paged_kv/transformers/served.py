@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from paged_kv.transformers.running import NAMES
 _ATTENTION_TYPES = {"full_attention", "sliding_attention"}
 _REPLACED = ("eager", "sdpa", *NAMES.values())
 """A model that was told to use another attention keeps it."""
+_DYNAMIC = (None, "dynamic", "hybrid")
+"""Names of the cache that transformers makes by default; "hybrid" stands in published Gemma models."""
 
 _warned: set[tuple[str, str]] = set()
 
@@ -45,7 +48,18 @@ def why_not(model: Any, call: str) -> str | None:
         return f"its head_dim is {', '.join(map(str, sorted(dims)))}"
     if call == "generate_batch" and len(dims) > 1:
         return "its head_dim differs by layer"
+    if _is_compiled(model):
+        return "its attention is compiled by torch"
     return probe.why_not(model, "generate") or (probe.why_not(model, call) if call == "generate_batch" else None)
+
+
+def _is_compiled(model: Any) -> bool:
+    """Return whether torch.compile has an attention, alone or with the layers around it."""
+    return any(
+        module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable")
+        for module in model.modules()
+        if not isinstance(module, torch.nn.Linear) and any(hasattr(part, "layer_idx") for part in module.modules())
+    )
 
 
 def _is_text(config: Any) -> bool:
@@ -55,18 +69,13 @@ def _is_text(config: Any) -> bool:
         return False
 
 
-def why_not_generate(model: Any, generation_config: Any, given: dict[str, Any]) -> str | None:
+def why_not_generate(model: Any, given: dict[str, Any]) -> str | None:
     """The reason why a call of `generate` does not run on pages though its model does, or None."""
-
-    def option(name: str) -> Any:
-        found = given.get(name)
-        found = getattr(generation_config, name, None) if found is None else found
-        return getattr(model.generation_config, name, None) if found is None else found
-
+    option = partial(_option, model, given)
     cache = cache_of(given)
     if cache is not None and not isinstance(cache, PagedCache):
         return f"{GIVEN} is a {type(cache).__name__}"
-    if option("cache_implementation") not in (None, "dynamic"):
+    if option("cache_implementation") not in _DYNAMIC:
         return f"cache_implementation is {option('cache_implementation')!r}"
     if option("use_cache") is False:
         return "use_cache is False"
@@ -76,6 +85,19 @@ def why_not_generate(model: Any, generation_config: Any, given: dict[str, Any]) 
     if mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2):
         return "attention_mask is not [batch, tokens]"
     return None
+
+
+def without_cache_implementation(model: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `generate` with a cache: one of "dynamic" too, which transformers refuses beside one."""
+    is_named = _option(model, given, "cache_implementation") == "dynamic"
+    return given | {"cache_implementation": None} if is_named else given
+
+
+def _option(model: Any, given: dict[str, Any], name: str) -> Any:
+    """An option of `generate`: of its arguments, its generation_config or its model's."""
+    configs = given.get("generation_config"), model.generation_config
+    found = (given.get(name), *(getattr(config, name, None) for config in configs))
+    return next((value for value in found if value is not None), None)
 
 
 def warn_once(model: Any, call: str, reason: str) -> None:

@@ -6,6 +6,7 @@ thread, by which transformers finds the attention and the masks of this package.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,11 +23,12 @@ from paged_kv.errors import ToolchainError
 from paged_kv.kv_formats import KVFormat
 from paged_kv.options import check_kv_format
 from paged_kv.transformers import linear, probe, running
+from paged_kv.transformers.attempt import Attempt
 from paged_kv.transformers.attention import attention_forward, attention_mask
 from paged_kv.transformers.batching import on_blocks
-from paged_kv.transformers.cache import GIVEN, PagedCache, cache_of, check_codes
+from paged_kv.transformers.cache import PagedCache, cache_of, check_codes
 from paged_kv.transformers.running import NAMES
-from paged_kv.transformers.served import warn_once, why_not, why_not_generate
+from paged_kv.transformers.served import warn_once, why_not, why_not_generate, without_cache_implementation
 
 TESTED = ("5.23", "5.24")
 """The releases of transformers whose internals this knows."""
@@ -109,21 +111,30 @@ def enabled(kv_format: KVFormat | None = None) -> Iterator[None]:
 
 
 def _generate(original: Any) -> Any:
+    parameters = list(inspect.signature(original).parameters)[1:-1]  # neither self nor kwargs
+
     @wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         with running.as_named(self, None):  # where a call on pages makes another one
             is_enabled, kv_format = "enabled" in _originals, _originals.get("kv_format")
-            if not is_enabled:
-                return original(self, *args, **kwargs)
-            generation_config = args[1] if len(args) > 1 else kwargs.get("generation_config")
-            reason = why_not_generate(self, generation_config, kwargs) or why_not(self, "generate")
+            if not is_enabled or len(args) > len(parameters) or kwargs.keys() & parameters[: len(args)]:
+                return original(self, *args, **kwargs)  # which refuses the arguments
+            given = dict(zip(parameters, args, strict=False)) | kwargs
+            reason = why_not_generate(self, given) or why_not(self, "generate")
             if reason is not None:
                 warn_once(self, "generate", reason)
-                return original(self, *args, **kwargs)
-            if cache_of(kwargs) is None:
-                kwargs[GIVEN] = PagedCache(self.config, kv_format)
-            with linear.replaced(self), running.as_named(self, NAMES[kv_format]):
-                return original(self, *args, **kwargs)
+                return original(self, **given)
+            attempt = Attempt(given, cache_of(given) or PagedCache(self.config, kv_format))
+            try:
+                with linear.replaced(self), running.as_named(self, NAMES[kv_format]):
+                    return original(self, **without_cache_implementation(self, attempt.arguments()))
+            except Exception as error:  # of transformers, of torch or of the model's code as well
+                if not attempt.may_be_repeated():
+                    raise
+                reason = probe.reason(error)
+            found = original(self, **attempt.arguments_afterwards())
+            warn_once(self, "generate", reason)  # not where transformers raises too
+            return found
 
     return generate
 
