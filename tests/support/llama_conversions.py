@@ -23,7 +23,7 @@ from conversion.base import ModelBase
 
 from paged_kv.engine.demo import byte_tokenizer
 from support.checkpoints import make_checkpoint
-from support.conversions import FOLDER, checkpoint_weights, expanded, write_checkpoint
+from support.conversions import FOLDER, expanded, write_checkpoint
 from support.families import BASE, CASES, HYBRID, LATENT_CASES, MIXED
 
 NO_WINDOW = {"sliding_window": None}
@@ -37,10 +37,13 @@ MORE_CASES = {
 }
 GRANITE = {"mamba_proj_bias": False, "intermediate_size": 40}
 NEMOTRON = {"mamba_num_heads": 8, "use_bias": False, "mlp_bias": False, "max_position_embeddings": 2**20}
+AS_THEY_ARE = (
+    "llama", "qwen3", "olmo2", "olmo3", "granite", "phi3", "seed_oss", "ernie4_5", "cohere", "stablelm",
+    "stablelm, parallel", "olmoe", "granitemoe", "gemma4", "gemma4, experts", "exaone4, no windows", "qwen3_5",
+    "qwen3_5_moe", "v3", "glm4",
+)  # fmt: skip
 CONVERSIONS = {
-    **dict.fromkeys(("llama", "qwen3", "olmo2", "olmo3", "granite", "phi3", "seed_oss", "ernie4_5"), {}),
-    **dict.fromkeys(("cohere", "stablelm", "stablelm, parallel", "olmoe", "granitemoe", "gemma4", "gemma4, experts"), {}),
-    **dict.fromkeys(("exaone4, no windows", "qwen3_5", "qwen3_5_moe", "v3", "glm4"), {}),
+    **{name: {} for name in AS_THEY_ARE},
     **dict.fromkeys(("mistral", "mixtral", "starcoder2"), NO_WINDOW),
     "qwen2": {"use_sliding_window": False},
     "smollm3": NO_WINDOW | {"use_sliding_window": False, "layer_types": None, "no_rope_layers": [1, 1, 1, 0]},
@@ -92,7 +95,7 @@ def stacks(shapes):
         if set(places) == set(itertools.product(*choices)):
             numbers = (str(each[0]) if len(each) == 1 else f"{{{','.join(map(str, each))}}}" for each in choices)
             names = ["".join(map("".join, itertools.zip_longest(template.split("#"), numbers, fillvalue="")))]
-        found |= dict.fromkeys(names, list(shape))
+        found |= {name: list(shape) for name in names}
     return found
 
 
@@ -203,8 +206,8 @@ def main(asked):
     ModelBase.load_hparams = staticmethod(plain_configuration)
     clone = Path(convert_hf_to_gguf.__file__).parent
     commit = subprocess.check_output(["git", "log", "-1", "--format=%H %cs"], cwd=clone, text=True).split()
-    runs = [(name, ()) for name in CONVERSIONS] + [(name, (option,)) for option, some in OPTIONS.items() for name in some]
-    for name, options in runs:
+    runs = [(name, ()) for name in CONVERSIONS]
+    for name, options in runs + [(name, (option,)) for option, names in OPTIONS.items() for name in names]:
         title = " ".join((name, *options)).replace(", ", "-").replace(" --", "-").replace(" ", "_")
         if asked and title not in asked:
             continue
@@ -223,7 +226,8 @@ def write(file, parts):
     lines = []
     for key, value in parts.items():
         if isinstance(value, dict):
-            entries = [f"  {json.dumps(name)}: {json.dumps(each, separators=(',', ':'))}" for name, each in value.items()]
+            compact = {name: json.dumps(each, separators=(",", ":")) for name, each in value.items()}
+            entries = [f"  {json.dumps(name)}: {each}" for name, each in compact.items()]
             lines.append(f' "{key}": {{\n' + ",\n".join(entries) + "\n }")
         else:
             lines.append(f' "{key}": {json.dumps(value)}')

@@ -45,6 +45,13 @@ def test_defaults(tmp_path):
     )
 
 
+def test_a_sharpening_of_0_is_as_not_said(tmp_path):
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256, "mscale": 0.7}
+    found = read_config(tmp_path, rope_scaling=yarn | {"mscale_all_dim": 0})
+    assert found == read_config(tmp_path, rope_scaling=yarn)
+    assert found.rope.scaling.attention_factor == pytest.approx(0.1 * np.log(8) + 1)
+
+
 def test_everything_said(tmp_path):
     config = read_config(
         tmp_path,

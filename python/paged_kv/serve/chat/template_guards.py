@@ -34,6 +34,7 @@ _RARE = 1 << 16
 """Characters that filters take which chat templates have no use for: they take more time than their text's length."""
 _ENCODINGS = frozenset({"utf-8", "utf8", "ascii", "latin-1", "latin1", "utf-16", "utf-32"})
 _SPECIFICATION = re.compile(r"[#0\- +]*(\*|\d+)?(?:\.(\*|\d+))?")
+_TEXTS, _SPLIT = (str, bytes), (list, tuple)
 _RECEIVERS = (str, bytes, int, float, list, tuple, dict, range, type)
 
 
@@ -61,14 +62,16 @@ def limited_call(
         kwargs: Its arguments by name.
     """
     budget.tick(_CALL)
+    if type(function) is Macro:
+        if function.catch_varargs or function.catch_kwargs:
+            budget.check_tuple((*args, *kwargs.values()))
+        return call(context, function, *args, **kwargs)  # its text was counted when it was joined
     receiver = getattr(function, "__self__", None)
     if isinstance(receiver, _RECEIVERS):
         _drop_scopes(kwargs)
         guard: Guard = METHODS.get(function.__name__, _method)
         return budget.made(guard(budget, partial(call, context, function), receiver, *args, **kwargs))
-    if isinstance(function, Macro) and (function.catch_varargs or function.catch_kwargs):
-        budget.check_tuple((*args, *kwargs.values()))
-    elif isinstance(receiver, LoopContext):
+    if isinstance(receiver, LoopContext):
         budget.size(args)  # `changed` compares them
     wrapped: Any = getattr(function, "__wrapped__", None)
     text = getattr(wrapped, "__self__", None)
@@ -229,8 +232,9 @@ def _round(budget: Budget, call: Call, value: Any, /, precision: Any = 0, method
 def _tojson(budget: Budget, call: Call, value: Any, /, *args: Any, **kwargs: Any) -> Any:
     size = budget.size(value)
     if args or kwargs:  # indents and separators, each of which is written for each entry
-        widths = [each for each in (*args, *kwargs.values()) if isinstance(each, int)]
-        wide = 8 * max(widths, default=0) + budget.size([args, kwargs])
+        values = [*args, *kwargs.values()]
+        wide = 8 * sum(each if isinstance(each, int) else len(each) if isinstance(each, str) else 8 for each in values)
+        wide += sum(budget.size(each) for each in values if isinstance(each, _SPLIT))
         if wide > 512:
             budget.afford(wide * size)
     return call(value, *args, **kwargs)
@@ -241,7 +245,7 @@ def _compared(budget: Budget, call: Call, value: Any, /, *args: Any) -> Any:
 
 
 def _number(budget: Budget, call: Call, value: Any, /, *args: Any) -> Any:
-    if isinstance(value, str | bytes):  # `%` is a format of it
+    if isinstance(value, _TEXTS):  # `%` is a format of it
         _check_remainder(budget, value, args)
     return call(value, *args)
 
@@ -251,7 +255,7 @@ def _number(budget: Budget, call: Call, value: Any, /, *args: Any) -> Any:
 
 def _method(budget: Budget, call: Call, receiver: Any, /, *args: Any, **kwargs: Any) -> Any:
     result = call(*args, **kwargs)
-    if isinstance(receiver, str | bytes) and isinstance(result, list | tuple):
+    if isinstance(result, _SPLIT) and isinstance(receiver, _TEXTS):
         budget.charge(len(receiver) + ENTRY * len(result))
     return result
 
@@ -269,8 +273,9 @@ def _width_method(budget: Budget, call: Call, receiver: Any, /, width: Any, *arg
 
 
 def _steps_method(budget: Budget, call: Call, receiver: Any, /, *args: Any, **kwargs: Any) -> Any:
-    for each in (*args, *kwargs.values()):
-        _check_steps(receiver, each)
+    if len(receiver) > _LONG_CODE:
+        for each in (*args, *kwargs.values()):
+            _check_steps(receiver, each)
     return _method(budget, call, receiver, *args, **kwargs)
 
 

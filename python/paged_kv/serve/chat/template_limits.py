@@ -99,7 +99,9 @@ class Budget:
     def concat(self, texts: Iterable[str]) -> str:
         """Joins texts."""
         texts = texts if isinstance(texts, list) else list(texts)
-        self.charge(sum(map(len, texts)))
+        size = sum(map(len, texts))
+        if size >= _SHORT:
+            self.charge(size)
         return "".join(texts)
 
     def str_join(self, values: Sequence[Any]) -> str:
