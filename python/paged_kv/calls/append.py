@@ -18,7 +18,7 @@ from paged_kv.arrays.host import HOST
 from paged_kv.arrays.overlap import check_apart
 from paged_kv.arrays.pages import Pages, check_storage
 from paged_kv.arrays.types import ArrayDevice, Shape, namespace
-from paged_kv.arrays.versions import mark_written
+from paged_kv.arrays.versions import mark_written, refuse_gradients
 from paged_kv.calls.kept import Kept
 from paged_kv.calls.kv_copy import Slots, prepare, write_rows
 from paged_kv.calls.table import KV_NAMES, Table
@@ -52,14 +52,17 @@ class WritableCache:
     def paged(cache: Any, kv_layout: str, name: str, **rows: Any) -> WritableCache:
         """A paged cache of K and V, for `rows` by the names of their arguments; see `Pages.of`."""
         device = devices.device_of(**rows, **{name: cache})
+        is_pair = isinstance(cache, tuple | list)
+        refuse_gradients(**({f"{name}[{i}]": array for i, array in enumerate(cache)} if is_pair else {name: cache}))
         pages = Pages.of(cache, kv_layout, name, device=device, writable=True)
-        arrays = tuple(cache) if isinstance(cache, tuple | list) else (cache,)
+        arrays = tuple(cache) if is_pair else (cache,)
         return WritableCache(pages, arrays, takes_codes=True)
 
     @staticmethod
     def latent_pair(ckv_cache: Any, kpe_cache: Any, **rows: Any) -> WritableCache:
         """Latent attention's two caches, `[pages, page_size, D]` each, as one of one head."""
         device = devices.device_of(**rows, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
+        refuse_gradients(ckv_cache=ckv_cache, kpe_cache=kpe_cache)
         ckv, kpe = (device.view(a, n) for a, n in ((ckv_cache, "ckv_cache"), (kpe_cache, "kpe_cache")))
         for view, name in ((ckv, "ckv_cache"), (kpe, "kpe_cache")):
             check_storage(device, view, name, 3, writable=True)
@@ -77,6 +80,7 @@ class WritableCache:
         """One cache for k and v, `[pages, page_size, Hk, W]` or `[pages, page_size, W]`; and the axes of its rows."""
         name = "mla_kv_cache"
         device = devices.device_of(k=k, v=v, **{name: cache})
+        refuse_gradients(**{name: cache})
         view = device.view(cache, name)
         if view.ndim not in (3, 4):
             raise ShapeError(f"{name} must have 3 or 4 dimensions, its shape is {tuple(view.shape)}")

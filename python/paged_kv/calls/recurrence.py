@@ -15,7 +15,7 @@ import numpy.typing as npt
 from paged_kv.arrays import devices
 from paged_kv.arrays.host import HOST
 from paged_kv.arrays.overlap import check_written
-from paged_kv.arrays.versions import mark_written
+from paged_kv.arrays.versions import mark_written, refuse_gradients
 from paged_kv.calls.plan import check_dtype
 from paged_kv.errors import ContractError, ShapeError
 from paged_kv.options import Q_DTYPES
@@ -73,7 +73,7 @@ def recurrence(
         [*each, *([count] if not each or each[-1] != count else [])] for each, count in zip(ends, counts, strict=True)
     ]
     busy = [request for request, count in enumerate(counts) if count]
-    between: list[list[Floats]] = [[] for _ in counts]
+    between = [[state] * len(each) for state, each in zip(after, ends, strict=True)]  # right where they are empty
     if busy and heads and width and key_dim:
         slots = len(busy) + sum(len(saves[request]) for request in busy)
         matrices = np.zeros((slots, heads, -(-width // 16), key_dim, 16), np.float32)
@@ -174,8 +174,10 @@ class Written(NamedTuple):
         """An array of this shape and one of these dtypes.
 
         Raises: as `checked`, and
+            ContractTypeError: it requires a gradient.
             ContractError: it cannot be written.
         """
+        refuse_gradients(**{name: array})
         view = checked(name, array, shape, legal)
         if not HOST.is_writable(view):
             raise ContractError(f"{name} is read-only, and is to be changed in place")

@@ -12,7 +12,7 @@ import numpy as np
 from paged_kv.arguments import flag, shown
 from paged_kv.arrays.overlap import Named, check_written
 from paged_kv.arrays.types import ArrayDevice
-from paged_kv.arrays.versions import mark_written
+from paged_kv.arrays.versions import mark_written, refuse_gradients
 from paged_kv.calls.plan import check_array
 from paged_kv.errors import ContractError
 
@@ -68,10 +68,11 @@ class Results:
             rows: What messages call R.
 
         Raises:
-            ContractTypeError, ShapeError: an array has another dtype or shape.
+            ContractTypeError, ShapeError: an array has another dtype or shape, or requires a gradient.
             ContractError: it is read-only, or shares memory with itself or with another argument.
         """
         lse_shape = tuple(shape[:2]) if self.lse_layout == "NH" else (shape[1], shape[0])
+        refuse_gradients(out=self.out, lse=self.lse)
         views = []
         for name, array, planned, of in (("out", self.out, shape, dtype), ("lse", self.lse, lse_shape, _FLOAT32)):
             view = None if array is None else device.view(array, name)

@@ -25,7 +25,7 @@ from paged_kv.arrays.dtypes import dtype_of
 from paged_kv.arrays.overlap import check_written
 from paged_kv.arrays.pages import Pages, check_alike, check_layout, token_views
 from paged_kv.arrays.types import ArrayT, CacheArrays, DTypeLike, SupportsDLPack
-from paged_kv.arrays.versions import mark_written
+from paged_kv.arrays.versions import mark_written, refuse_gradients
 from paged_kv.calls.buffers import Buffer, FixedBuffers
 from paged_kv.calls.levels import NAMES, Level, LevelAttention, LevelRows, Levels, level_arrays
 from paged_kv.calls.merge_states import checked_mask, checked_state, merge, merge_two
@@ -546,10 +546,11 @@ def merge_state_in_place(
 
     Raises:
         ShapeError: a rank or shape differs from the above.
-        ContractTypeError: an argument is no array of these dtypes.
+        ContractTypeError: an argument is no array of these dtypes, or `v` or `s` requires a gradient.
         ContractError: `v` or `s` cannot be written, or shares memory with another argument or within itself.
     """
     device = devices.device_of(v=v, s=s, v_other=v_other, s_other=s_other, mask=mask)
+    refuse_gradients(v=v, s=s)
     ours = checked_state(device, v, s, ("v", "s"), rank=3)
     other = checked_state(device, v_other, s_other, ("v_other", "s_other"), rank=3)
     check_alike(other[0], ours[0], "v_other", "v's")

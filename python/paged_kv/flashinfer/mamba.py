@@ -6,6 +6,7 @@ dimensions of a head, N rows of its state.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -183,7 +184,7 @@ def _of_heads(name: str, array: Any, axis: int) -> Any:
     Raises:
         ContractError: the numbers differ.
     """
-    flat = array.reshape(*array.shape[:axis], -1)
+    flat = array.reshape(*array.shape[:axis], math.prod(array.shape[axis:]))
     if not flat.shape[-1]:
         return np.zeros(flat.shape[:-1], np.float32)
     if not np.array_equal(flat, np.broadcast_to(flat[..., :1], flat.shape), equal_nan=True):

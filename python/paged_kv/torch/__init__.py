@@ -32,6 +32,7 @@ from torch.library import Library, register_fake
 
 from paged_kv.arguments import LARGEST_INDEX, flag, integer
 from paged_kv.arrays.host import as_indices
+from paged_kv.arrays.versions import refuse_gradients
 from paged_kv.calls.block_tables import block_entries, checked_lengths
 from paged_kv.calls.kept import Kept
 from paged_kv.calls.kv_copy import Slots
@@ -216,7 +217,7 @@ def _attention(
     alibi: bool,
     layer: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    _refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks)
+    refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks)
     _check_q(q)
     k_cache, v_cache = pages_of(k_cache, v_cache, layer)
     page_size, num_kv_heads, head_dim = k_cache.shape[1:]
@@ -240,7 +241,7 @@ def _append(
     positions: Tensor,
     layer: int | None = None,
 ) -> None:
-    _refuse_gradients(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+    refuse_gradients(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
     k_cache, v_cache = pages_of(k_cache, v_cache, layer)
     of_cache = checked_append(k, v, k_cache, v_cache)
     sizes = k.shape[0], k_cache.shape[1], k_cache.shape[0]
@@ -256,7 +257,7 @@ def _gather(
     num_tokens: int,
     layer: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    _refuse_gradients(k_cache=k_cache, v_cache=v_cache)
+    refuse_gradients(k_cache=k_cache, v_cache=v_cache)
     k_cache, v_cache = pages_of(k_cache, v_cache, layer)
     check_caches(k_cache=k_cache, v_cache=v_cache)
     rows = _requests.of((k_cache.shape[1], None), block_tables=block_tables, seq_lens=seq_lens, qo_indptr=None)
@@ -267,7 +268,7 @@ def _gather(
 
 
 def _linear(x: Tensor, w: Tensor) -> Tensor:
-    _refuse_gradients(x=x, w=w)
+    refuse_gradients(x=x, w=w)
     return multiply(x, w)
 
 
@@ -322,17 +323,6 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _check_tensors_or_none(**tensors: Any) -> None:
     _check_tensors(**{name: tensor for name, tensor in tensors.items() if tensor is not None})
-
-
-def _refuse_gradients(**tensors: Tensor | None) -> None:
-    if not torch.is_grad_enabled():
-        return
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.requires_grad:
-            raise ContractTypeError(
-                f"{name} requires a gradient, and paged_kv's operators compute none: call them under"
-                " torch.inference_mode() or torch.no_grad()"
-            )
 
 
 def _checked_layer(layer: Any) -> int | None:
@@ -398,7 +388,7 @@ def _fake_attention(
     layer: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     del block_tables, seq_lens, qo_indptr, sm_scale, window_left, logits_soft_cap, alibi
-    _refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks)
+    refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks)
     _check_q(q)
     check_ranks(k_cache, v_cache, layer)
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
@@ -415,7 +405,7 @@ def _fake_append(
     layer: int | None = None,
 ) -> None:
     del block_tables, batch_indices, positions
-    _refuse_gradients(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+    refuse_gradients(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
     check_ranks(k_cache, v_cache, layer)
     _refuse_misplaced(k_cache=k_cache, v_cache=v_cache)
 
@@ -429,7 +419,7 @@ def _fake_gather(
     layer: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     del block_tables, seq_lens
-    _refuse_gradients(k_cache=k_cache, v_cache=v_cache)
+    refuse_gradients(k_cache=k_cache, v_cache=v_cache)
     check_ranks(k_cache, v_cache, layer)
     found = []
     for cache in (k_cache, k_cache if v_cache is None else v_cache):
@@ -440,7 +430,7 @@ def _fake_gather(
 
 
 def _fake_linear(x: Tensor, w: Tensor) -> Tensor:
-    _refuse_gradients(x=x, w=w)
+    refuse_gradients(x=x, w=w)
     for name, tensor in (("x", x), ("w", w)):
         if tensor.dim() != 2:
             raise ShapeError(f"{name} must have 2 dimensions, its shape is {tuple(tensor.shape)}")

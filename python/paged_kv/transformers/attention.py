@@ -129,7 +129,8 @@ def attention_forward(
     if layer is None:
         dense = attention_mask if mask is None else mask.dense
         return _attend_densely(module, (query, key, value), dense, scaling, softcap, s_aux, kwargs), None
-    is_causal = attention_mask is None or (mask is not None and mask.is_known)
+    # Without a mask torch's attention is causal, that of models with soft caps or sinks is not.
+    is_causal = mask.is_known if mask is not None else attention_mask is None and softcap is None and s_aux is None
     step = layer.store(mask.padding if mask is not None and mask.is_known else None)
     is_causal &= _check_padding(step, attention_mask)
     if is_causal and kwargs.get("position_bias") is None and kwargs.get("is_causal") in (None, True):
@@ -175,13 +176,11 @@ def _attend_densely(
         return found
     if others.get("position_bias") is not None:
         raise ContractError("position_bias: not computed beside soft caps and sinks")
-    heads, new_tokens, tokens = query.shape[1], query.shape[2], keys.shape[2]
+    heads, tokens = query.shape[1], keys.shape[2]
     keys, values = (repeat_kv(x, heads // x.shape[1]).float() for x in (keys, values))
     scores = (query.float() @ keys.mT) * (query.shape[3] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if mask is None and new_tokens > 1 and others.get("is_causal") is not False:
-        mask = torch.ones(new_tokens, tokens, dtype=torch.bool, device="cpu").tril(tokens - new_tokens)
     if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, torch.finfo(query.dtype).min)
     elif mask is not None:

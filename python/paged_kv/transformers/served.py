@@ -84,6 +84,8 @@ def why_not_generate(model: Any, given: dict[str, Any]) -> str | None:
     mask = given.get("attention_mask")
     if mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2):
         return "attention_mask is not [batch, tokens]"
+    if mask is not None and mask.device.type == "cpu" and not mask.bool().any(1).all():
+        return "attention_mask hides all tokens of a sequence"  # whose rows see all in some models
     return None
 
 
