@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from max.driver import Buffer, set_virtual_cpu_target
+from max.driver import set_virtual_cpu_target
 from max.dtype import DType
 from max.graph import DeviceRef, Module
 
 from paged_kv.arguments import shown
 from paged_kv.arrays.host import to_numpy
-from paged_kv.checkpoint.config import load_config
 from paged_kv.checkpoint.source import open_source
-from paged_kv.engine.demo_model import FOLDER
 from paged_kv.errors import ContractError
 from paged_kv.graphs.models import decoder
 from paged_kv.graphs.models.config import DecoderConfig, with_cache_rotation, with_windows_apart
@@ -26,8 +23,8 @@ from paged_kv.options import CacheRotation
 from paged_kv.runtime.artefacts import compile_ahead
 from paged_kv.runtime.compile_key import MODELS, CompileKey
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
-from paged_kv.runtime.graph_bundle import GraphBundle
 from paged_kv.runtime.graph_reading import KernelsInLibraries, read_graph
+from paged_kv.runtime.libraries import Kernel, Library
 from paged_kv.runtime.program import Program
 from paged_kv.runtime.session import default_runtime
 
@@ -77,18 +74,10 @@ class StepGraph:
         return Program(graph, {name: to_numpy(weights[name]) for name in graph.weights}, buffers)
 
 
-def demo_bundle() -> GraphBundle:
-    """The step of `paged-kv demo`, which is compiled ahead with the kernels of the array API."""
-    step = StepGraph.of(load_config(FOLDER), DEMO_DTYPE)
-    return GraphBundle(step.keys(""), partial(_build_on_cpu, step), _demo_weights)
-
-
-def _build_on_cpu(step: StepGraph, module: Module, _names: Sequence[str]) -> None:
-    step.build(module, DeviceRef.CPU())
-
-
-def _demo_weights() -> dict[str, Buffer]:
-    return open_source(FOLDER).load(DEMO_DTYPE)
+def demo_libraries() -> list[Library]:
+    """The libraries of kernels that the step of `paged-kv demo` calls."""
+    dtype = DEMO_DTYPE.name
+    return [Kernel("attention", (dtype,) * 3).library, Kernel("program", (dtype,)).library]
 
 
 def compile_checkpoint(

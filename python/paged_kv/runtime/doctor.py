@@ -22,7 +22,7 @@ from paged_kv.runtime.threads import allowed_cpus, cgroup_quota, started_pool_th
 from paged_kv.versions import PINNED
 
 if TYPE_CHECKING:  # this module has to work where MAX is not installed
-    from paged_kv.runtime.compile_key import CompileKey
+    from paged_kv.runtime.libraries import Library
 
 _TELLING_FLAGS = (
     "avx2 fma avx_vnni avx512f avx512_vnni avx512_bf16 avx512_fp16 amx_tile amx_bf16 amx_int8 asimd asimdhp bf16 sve"
@@ -66,11 +66,11 @@ class Report:
         return 1 if self.problems else 0
 
 
-def collect(steps: Callable[[], Mapping[str, CompileKey]] = dict) -> Report:
+def collect(steps: Callable[[], Mapping[str, Sequence[Library]]] = dict) -> Report:
     """Looks at this machine and installation. Never raises: what goes wrong becomes a problem in the report.
 
     Args:
-        steps: What the steps of some models depend on, by what the report calls them; called where MAX is installed.
+        steps: The libraries that the steps of some models call, by the report's name; called where MAX is installed.
     """
     report = Report(cpu=CpuInfo.read(), cores=len(allowed_cpus()), quota=cgroup_quota())
 
@@ -198,8 +198,8 @@ def _first_call_in_words(compiled: Mapping[str, str | None]) -> str:
 def _step_in_words(place: str | None) -> str:
     """Return what a command waits for before its model's first step."""
     if place is None:
-        return "compiles its step for half a minute, once on this machine"
-    return f"reads its step in 0.1 s: {place}"
+        return "builds the libraries that its step calls, some 10 s each, once on this machine"
+    return f"reads the libraries that its step calls: {place}"
 
 
 def _threads_in_words(report: Report) -> str:
@@ -237,15 +237,19 @@ def _kernels() -> Path:
     return folder
 
 
-def _compiled(steps: Mapping[str, CompileKey]) -> tuple[dict[str, str | None], dict[str, str | None]]:
+def _compiled(steps: Mapping[str, Sequence[Library]]) -> tuple[dict[str, str | None], dict[str, str | None]]:
     """Each kernel of the API, and each of some steps, and where its code for this CPU lies."""
     # Not at the top: this module has to work where MAX is not installed.
-    from paged_kv.runtime.artefacts import where_graphs_lie
     from paged_kv.runtime.libraries import api_libraries, where_libraries_lie
 
     libraries = api_libraries()
-    kernels, graphs = where_libraries_lie(libraries), where_graphs_lie(steps)
-    return {each.file: kernels.get(each.file) for each in libraries}, {name: graphs.get(name) for name in steps}
+    kernels = where_libraries_lie(libraries)
+    places = {name: [kernels.get(each.file) for each in called] for name, called in steps.items()}
+    # One that has to be built is what the command waits for.
+    waits = {
+        name: None if None in found else ", ".join(dict.fromkeys(map(str, found))) for name, found in places.items()
+    }
+    return {each.file: kernels.get(each.file) for each in libraries}, waits
 
 
 def _gpus() -> list[tuple[str, str]]:
