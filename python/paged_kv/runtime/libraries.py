@@ -157,8 +157,8 @@ def kernel_of(name: str) -> Kernel:
 
 
 def api_libraries() -> list[Library]:
-    """The libraries that the calls of the API use over host arrays, but for outputs of another dtype than q's, and those
-    of the small ops of a model's step.
+    """The libraries of the array API on the host, without outputs of another dtype than q's, and of a step's small
+    ops.
     """
     narrow = (*FLOAT8_DTYPES, *FORMATS)
     pairs = [(q, kv) for q in Q_DTYPES for kv in (q, *narrow)]

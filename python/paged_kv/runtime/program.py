@@ -210,12 +210,15 @@ def place(graph: ReadGraph) -> list[Slot]:
             if slot is None:
                 slot = Slot(f"slot {len(slots)}")
                 slots.append(slot)
-            slot.size = Word(
-                max(slot.size.constant, size.constant), max(slot.size.coefficient, size.coefficient), size.symbol
-            )
+            slot.size = greater(slot.size, size)
             slot.free_after = last[id(value)]
             value.at = Word(0, 1, slot.name)
     return slots
+
+
+def greater(a: Word, b: Word) -> Word:
+    """A size that is at least `a`, which may be 0, and `b`, whose symbol it has."""
+    return Word(max(a.constant, b.constant), max(a.coefficient, b.coefficient), b.symbol)
 
 
 def _weight(size: Word) -> int:
