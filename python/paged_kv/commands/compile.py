@@ -30,7 +30,10 @@ def compile_command(
     targets: tuple[str, ...],
     out: Path | None,
 ) -> None:
-    """Compile the step of a checkpoint folder or GGUF file ahead: `generate` then starts without a compile.
+    """Compile what a checkpoint folder or GGUF file needs ahead: `generate` then starts without a compile.
+
+    On a CPU most steps run as programs of kernels: without --target and --out the libraries of these are built. Other
+    steps are compiled by MAX.
 
     A step serves all models of one shape (layers, sizes, kinds of weights), dtype, kind of cache and CPU target, on any
     prompts, lengths, page sizes and numbers of pages. Another version of paged-kv, MAX or Mojo needs another one. A

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,10 +24,12 @@ from paged_kv.options import CacheRotation
 from paged_kv.runtime.artefacts import compile_ahead
 from paged_kv.runtime.compile_key import MODELS, CompileKey
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
-from paged_kv.runtime.graph_reading import KernelsInLibraries, read_graph
-from paged_kv.runtime.libraries import Kernel, Library
-from paged_kv.runtime.program import Program
+from paged_kv.runtime.graph_reading import KernelsInLibraries, ReadGraph, UnknownGraph, read_graph
+from paged_kv.runtime.libraries import Kernel, Library, load
+from paged_kv.runtime.program import Program, kernels_of
 from paged_kv.runtime.session import default_runtime
+
+logger = logging.getLogger("paged_kv.engine")
 
 DEMO_DTYPE = DType.float32
 """In which `paged-kv demo` runs its model."""
@@ -67,11 +70,34 @@ class StepGraph:
             UnknownGraph: a program does not know one of the step's operations.
             ToolchainError: as `libraries.load`.
         """
-        module = Module()
-        kind = {"kv_format": self.kv_format, "library": KernelsInLibraries()}
-        decoder.build_step(self.geometry, self.dtype, module, DeviceRef.CPU(), **kind)
-        graph = read_graph(module, buffers)
+        graph = self._read(buffers)
         return Program(graph, {name: to_numpy(weights[name]) for name in graph.weights}, buffers)
+
+    def kernels(self) -> list[Kernel]:
+        """The kernels that the step's program calls.
+
+        Raises:
+            UnknownGraph: as `program`.
+        """
+        return kernels_of(self._read([each and np.empty(each, np.uint8) for each in self._buffer_shapes()]))
+
+    def _buffer_shapes(self) -> list[list[int] | None]:
+        """For each input of the graph the shape of the smallest storage that it may be, or None."""
+        config = self.geometry
+        shapes: list[list[int] | None] = [None] * 4
+        shapes.append([int(size) for size in decoder.cache_shape(config, 1, 1, self.kv_format)])
+        if config.windows_apart:
+            of_windows = decoder.cache_shape(config, 1, 1, self.kv_format, windows=True)
+            shapes += [None, [int(size) for size in of_windows]]
+        states = [[int(size) for size in shape] for shape in decoder.state_shapes(config, 1)]
+        return [*shapes, *([None] * 4 if states else []), *states, None]
+
+    def _read(self, buffers: Sequence[np.ndarray | None]) -> ReadGraph:
+        module, library = Module(), KernelsInLibraries()
+        decoder.build_step(
+            self.geometry, self.dtype, module, DeviceRef.CPU(), kv_format=self.kv_format, library=library
+        )
+        return read_graph(module, buffers)
 
 
 def demo_libraries() -> list[Library]:
@@ -87,8 +113,9 @@ def compile_checkpoint(
     out: Path | None,
     kv_format: KVFormat | None = None,
     cache_rotation: CacheRotation | None = None,
-) -> Path:
-    """Compiles the step of a checkpoint, or finds it compiled; returns its file.
+) -> str:
+    """Compiles the step of a checkpoint, or finds it compiled; returns its file. Without `target` and `out`, of a step
+    that runs as a program, it builds the libraries of kernels that are missing, and returns their number in words.
 
     MAX's target is one for the process: a process that compiles for another CPU does nothing else.
 
@@ -111,12 +138,20 @@ def compile_checkpoint(
     runtime = default_runtime()
     config = with_windows_apart(with_cache_rotation(source.on(runtime.device).config, cache_rotation))
     step = StepGraph.of(config, DType.bfloat16 if (dtype or config.dtype) == "bfloat16" else DType.float32, kv_format)
+    if target is None and out is None:
+        try:
+            kernels = step.kernels()
+        except UnknownGraph as unknown:
+            logger.info("the step is compiled by MAX: %s", unknown)
+        else:
+            load(kernels)
+            return f"{len({kernel.library for kernel in kernels})} libraries of kernels"
 
     def build(module: Module, _: Sequence[str]) -> None:
         step.build(module, runtime.device)
 
     (path,) = compile_ahead(runtime.session, step.keys(runtime.architecture), build, out)
-    return path
+    return str(path)
 
 
 def check_target(target: str | None) -> None:

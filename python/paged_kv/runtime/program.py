@@ -66,17 +66,17 @@ class Program:
                 value.at = Word(_address(buffer))
         self._bind(graph, weights)
         self.slots = place(graph)
-        layers = Layers.of(graph.operations)
         self.operations = graph.operations
         self.calls: list[Call] = []
         self.of_call: list[int] = []
         """The number of the operation of each call."""
+        layers = Layers.of(graph.operations)
         for index, op in enumerate(graph.operations):
             made = calls_of(op, layers)
             self.calls += made
             self.of_call += [index] * len(made)
-        runner = layers.kernel("program")
-        kernels = list(dict.fromkeys([runner, *(call.kernel for call in self.calls)]))
+        kernels = kernels_of(graph)
+        runner = kernels[0]
         load(kernels)
         functions = ctypes.CDLL(None)
         addresses = {kernel: ctypes.cast(functions[kernel.name], ctypes.c_void_p).value for kernel in kernels}
@@ -183,6 +183,17 @@ class Program:
             self._arena = np.empty(end + _LINE, np.uint8)
         start = -(-_address(self._arena) // _LINE) * _LINE
         return {name: start + offset for name, offset in ends.items()}
+
+
+def kernels_of(graph: ReadGraph) -> list[Kernel]:
+    """The kernels that a graph's program calls, that which runs it first.
+
+    Raises:
+        UnknownGraph: the graph has what no kernel computes.
+    """
+    layers = Layers.of(graph.operations)
+    calls = [call for op in graph.operations for call in calls_of(op, layers)]
+    return list(dict.fromkeys([layers.kernel("program"), *(call.kernel for call in calls)]))
 
 
 def place(graph: ReadGraph) -> list[Slot]:
