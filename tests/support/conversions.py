@@ -1,4 +1,4 @@
-"""What llama.cpp's converter made of small checkpoints (`conversions/`), as checkpoints and GGUF files for tests.
+"""Small checkpoints and what llama.cpp's converter made of them (`conversions/`), as folders and GGUF files for tests.
 
 A description has the configuration, the names and shapes of the checkpoint's tensors, and the file's metadata and
 tensors. Weights are numbers by which it shows where each came from: those of a checkpoint count upwards by `STEP` over

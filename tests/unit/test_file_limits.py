@@ -17,7 +17,7 @@ from paged_kv.serve.chat.template import Template
 from support.refusals import refused
 
 SECONDS, BYTES = 300, 6 << 30
-"""Of the process; its libraries map some gigabytes."""
+"""The limits of the process; its libraries map some gigabytes."""
 CHILD = """
 import json, resource, sys
 from pathlib import Path
@@ -162,7 +162,7 @@ TOKENIZERS = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What a process says of each template and tokenizer, by its text or name."""
+    """The answers of a process for each template and tokenizer, by its text or name."""
     folder = tmp_path_factory.mktemp("tokenizers")
     jobs = [("template", text, text) for texts in TEMPLATES.values() for text in texts]
     for name, parts in TOKENIZERS.items():

@@ -17,8 +17,8 @@ CONVERSIONS = {file.stem: json.loads(file.read_text()) for file in sorted(FOLDER
 NOT_READ = {"deepseek2"}
 READ = [name for name, each in CONVERSIONS.items() if each["metadata"]["general.architecture"] not in NOT_READ]
 OF_LAYOUT = {"experts.apart", "recurrence.tiled", "fused_gate_up", "mlp", "draft_layers"}
-"""What says in which tensors weights lie: gate and up of experts, and of Granite 4's shared ones, are apart in a file,
-Qwen3.5's value heads in another order, and layers that draft tokens after the others."""
+"""Entries that say in which tensors weights lie: in a file, gate and up of experts and of Granite 4's shared ones are
+apart, Qwen3.5's value heads in another order, and layers that draft tokens after the others."""
 NOT_IN_FILES = {"recurrence.dt_range"}
 """Nemotron-H's least time step, which llama.cpp does not know."""
 

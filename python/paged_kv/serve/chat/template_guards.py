@@ -27,11 +27,13 @@ Guard = Callable[..., Any]
 _CALL = 4
 """Operations that a call counts as: it takes as long."""
 _MOST_NUMBER = 10**6
-"""Of a width or a precision in a format."""
+"""The largest width or precision in a format."""
 _MOST_STEPS = 1 << 30
 """Steps of the few methods that take a text's length times that of another."""
 _RARE = 1 << 16
 """Characters that filters take which chat templates have no use for: they take more time than their text's length."""
+_LONG_CODE = 1000
+"""Characters of a text from which it matters that a method takes more time than its length."""
 _ENCODINGS = frozenset({"utf-8", "utf8", "ascii", "latin-1", "latin1", "utf-16", "utf-32"})
 _SPECIFICATION = re.compile(r"[#0\- +]*(\*|\d+)?(?:\.(\*|\d+))?")
 _TEXTS, _SPLIT = (str, bytes), (list, tuple)
@@ -121,7 +123,7 @@ def _limited(call: Call, guard: Guard) -> Call:
 
 
 def _text(times: int = 1) -> Guard:
-    """Of what takes a value's text, and makes so many times its characters at most."""
+    """The guard of what takes a value's text, and makes so many times its characters at most."""
 
     def guard(budget: Budget, call: Call, value: Any, /, *args: Any, **kwargs: Any) -> Any:
         value = budget.text(value)
@@ -139,13 +141,13 @@ def _rare(budget: Budget, call: Call, value: Any, /, *args: Any, **kwargs: Any) 
 
 
 def _whole(budget: Budget, call: Call, value: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Of what compares the values of an iterable."""
+    """The guard of what compares the values of an iterable."""
     _check_attribute(kwargs.get("attribute"))
     return call(value if isinstance(value, dict) else budget.listed(value), *args, **kwargs)
 
 
 def _shallow(budget: Budget, call: Call, value: Any, /) -> Any:
-    """Of what makes a list of what it is given, or turns it round."""
+    """The guard of what makes a list of what it is given, or turns it round."""
     if isinstance(value, str | list | tuple | range):
         budget.tick(len(value) // 64)
     return call(value)
@@ -165,7 +167,7 @@ def _sum(budget: Budget, call: Call, value: Any, /, *args: Any, **kwargs: Any) -
 
 
 def _lazy(budget: Budget, call: Call, value: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Of what makes its values as they are asked for."""
+    """The guard of what makes its values as they are asked for."""
     for name in (args[0] if args else None, kwargs.get("attribute")):
         _check_attribute(name)
     return Lazy(budget, call(value, *args, **kwargs), value)
@@ -261,7 +263,7 @@ def _method(budget: Budget, call: Call, receiver: Any, /, *args: Any, **kwargs: 
 
 
 def _deep_method(budget: Budget, call: Call, receiver: Any, /, *args: Any) -> Any:
-    """Of what compares the values of a list."""
+    """The guard of what compares the values of a list."""
     if not isinstance(receiver, str | bytes):
         budget.size([receiver, args])
     return call(*args)
@@ -313,11 +315,8 @@ def _code_method(
     return call(encoding, *args, **kwargs)
 
 
-_LONG_CODE = 1000
-
-
 def _bytes_method(budget: Budget, call: Call, receiver: Any, /, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG001
-    """Of integers from bytes, and to them."""
+    """The guard of integers from bytes, and to them."""
     for each in (*args, *kwargs.values()):
         _check_bits(8 * (len(each) if isinstance(each, str | bytes | list) else each if isinstance(each, int) else 0))
     return call(*args, **kwargs)

@@ -23,7 +23,7 @@ SECONDS, SECONDS_OF_SIZE = 3.0, 1e-5
 is busy with other things ends no rendering. To ask for a thread's time takes milliseconds on some systems.
 """
 MOST_BITS = 1 << 16
-"""Of an integer: all operations on it are quick."""
+"""The bits of an integer at most: all operations on it are quick."""
 ENTRY = 8
 """A value in a list or a dictionary counts as so many characters."""
 _LOOK = 256
@@ -44,7 +44,7 @@ class TemplateLimitError(Exception):
 
 
 class Budget:
-    """What is left of the limits of one rendering.
+    """The rest of the limits of one rendering.
 
     Args:
         conversation: All that is rendered. Its size, in characters and `ENTRY` for each value, raises the limits. It is
