@@ -2,6 +2,7 @@
 
 from std.memory import unsafe_memcpy
 
+from ..cache.checks import check_row_ids
 from ..cache.pointers import RowPointer
 from ..isa.threads import Workers, for_rows
 
@@ -57,10 +58,6 @@ struct ColumnSelection(TrivialRegisterPassable):
         for_rows(task, self.rows, self.groups * self.each, workers)
 
 
-@no_inline
 def check_selection(selection: RowSelection, available: Int) raises:
     """Refuses a row that is none of x's."""
-    for i in range(selection.count):
-        var row = Int(selection.rows[unsafe_offset=i])
-        if row < 0 or row >= available:
-            raise Error("rows: entry ", i, " is ", row, ", x has ", available, " rows")
+    check_row_ids(selection.rows, selection.count, available)

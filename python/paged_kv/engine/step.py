@@ -79,7 +79,7 @@ class StepGraph:
         Raises:
             UnknownGraph: as `program`.
         """
-        return kernels_of(self._read([each and np.empty(each, np.uint8) for each in self._buffer_shapes()]))
+        return kernels_of(self._read([None if each is None else np.empty(each, np.uint8) for each in self._buffer_shapes()]))
 
     def _buffer_shapes(self) -> list[list[int] | None]:
         """For each input of the graph the shape of the smallest storage that it may be, or None."""
