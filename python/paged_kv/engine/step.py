@@ -79,7 +79,8 @@ class StepGraph:
         Raises:
             UnknownGraph: as `program`.
         """
-        return kernels_of(self._read([None if each is None else np.empty(each, np.uint8) for each in self._buffer_shapes()]))
+        shapes = self._buffer_shapes()
+        return kernels_of(self._read([None if shape is None else np.empty(shape, np.uint8) for shape in shapes]))
 
     def _buffer_shapes(self) -> list[list[int] | None]:
         """For each input of the graph the shape of the smallest storage that it may be, or None."""

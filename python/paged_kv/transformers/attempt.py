@@ -47,7 +47,7 @@ class Attempt:
         layers, and what a caller's cache did not store is not needed.
         """
         prompts = [self._arguments.get(name) for name in _PROMPTS]
-        lengths = [prompt.shape[1] for prompt in prompts if len(getattr(prompt, "shape", ())) > 1]
+        lengths = [prompt.shape[1] for prompt in prompts if prompt is not None and len(prompt.shape) > 1]
         stored = self._cache.layers[-1].get_seq_length()
         has_lost_padding = self._begin > 0 and self._cache.table.padding.any()
         return stored < max(self._begin + 1, min(lengths, default=1)) and not has_lost_padding
