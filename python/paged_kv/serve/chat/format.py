@@ -111,7 +111,7 @@ class ChatFormat:
 
         Args:
             tools: The request's tools.
-            choice: "none", "auto", "required" or `{"name": ...}`.
+            choice: "none", "auto", "required", `{"name": ...}`, or `{"names": [...], "mode": "auto" or "required"}`.
             parallel: Whether several calls may be made.
             answer: What the answer must be where it is no call.
             prompt: The rendered prompt, which may end inside a thought, or after one.
