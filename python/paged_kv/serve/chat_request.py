@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +39,7 @@ class Conversation:
         """The text that the model goes on with. Raises ContractError where the template refuses it."""
         if self.tools is not None:
             self.format.check_tools(self.tools, self.choice)
-        return self.format.render(self.messages, self.tools, **self.template)
+        return self.format.render(_without_billing(self.messages), self.tools, **self.template)
 
     def structure(self, prompt: str, answer: Structure | None) -> Structure | None:
         """Return what the answer to a prompt must be; `answer` where it is no call. Raises ContractError."""
@@ -83,6 +84,22 @@ class Conversation:
         options |= {"structured_output": structure, "skip_special_tokens": self.format.skip_special_tokens}
         sampling = read_sampling(body, model, most, **options)
         return Job(tokens, sampling, n, body.text("cache_salt", None)), prompt
+
+
+_BILLING = re.compile(r"^x-anthropic-billing-header:[^\n]*\n?", re.MULTILINE)
+"""A line of Claude Code's system messages that is another one with each request, so that no prefix would be shared."""
+
+
+def _without_billing(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    kept = []
+    for message in messages:
+        content = message.get("content")
+        if message["role"] in ("system", "developer") and isinstance(content, str) and _BILLING.search(content):
+            message = {**message, "content": _BILLING.sub("", content)}
+            if not message["content"]:
+                continue
+        kept.append(message)
+    return kept
 
 
 def chat_format(model: ServedModel) -> ChatFormat:

@@ -14,6 +14,7 @@ from paged_kv.serve.chat.grammar import Rules
 from paged_kv.serve.chat.message import Incoming, Outgoing
 from paged_kv.serve.chat.syntaxes import Asked, Syntax
 from paged_kv.serve.chat.syntaxes.harmony import Harmony
+from paged_kv.serve.chat.systems import read_systems
 from paged_kv.serve.chat.template import Template
 from paged_kv.serve.chat.template_files import DEFAULT, TOOL_USE, read_names, read_templates
 from paged_kv.serve.chat.thoughts import Thought, read_thought
@@ -41,6 +42,7 @@ class ChatFormat:
         default = templates.get(DEFAULT) or next(iter(templates.values()))
         self._default = Template(default, names)
         self._with_tools = Template(templates[TOOL_USE], names) if TOOL_USE in templates else self._default
+        self._systems = {template: read_systems(template) for template in {self._default, self._with_tools}}
         self._habits = read_habits(self._with_tools)
         self.syntax: Syntax = choose_syntax(self._with_tools, self._habits)
         self._thought = None if isinstance(self.syntax, Harmony) else read_thought(default)
@@ -83,7 +85,7 @@ class ChatFormat:
             ContractTypeError, ContractError: they are no messages, or the template refuses them.
         """
         template = self._with_tools if tools else self._default
-        read = read_messages(messages, tools, template, self.syntax, self._habits)
+        read = read_messages(messages, tools, template, self.syntax, self._habits, self._systems[template])
         return template.render(
             read, list(tools) if tools else None, **{"add_generation_prompt": True} | template_kwargs
         )
