@@ -19,15 +19,15 @@ from paged_kv.errors import CheckpointError, ContractError, ContractTypeError, P
 from paged_kv.serve.anthropic_messages import count_tokens, read_messages_request
 from paged_kv.serve.backend import Backend, Busy, Failed, Gone, Job, Piece
 from paged_kv.serve.exchange import Event, Exchange
-from paged_kv.serve.fields import Fields, parse
+from paged_kv.serve.fields import FieldError, Fields, parse
 from paged_kv.serve.ignored import Ignored, UnknownParts
 from paged_kv.serve.metrics import Metrics
-from paged_kv.serve.middleware import Receive, Scope, Send, error_event, error_of
+from paged_kv.serve.middleware import ANTHROPIC, Receive, Scope, Send, error_event, error_of
 from paged_kv.serve.openai_chat import read_chat, read_conversation
 from paged_kv.serve.openai_completions import read_completion
 from paged_kv.serve.openai_responses import read_response
 from paged_kv.serve.page import HEADERS, PAGE
-from paged_kv.serve.served_model import ServedModel, UnknownModel
+from paged_kv.serve.served_model import ContextExceeded, ServedModel, UnknownModel
 
 logger = logging.getLogger("paged_kv.serve")
 
@@ -169,7 +169,7 @@ class Reply:
                 await _send_whole(send, 200, json.dumps(exchange.whole()).encode(), self._headers)
         except Exception as error:
             status, message, headers = _answer_of(error)
-            said = error_of(status, message, getattr(error, "param", None), path)
+            said = _told(error, status, message, path)
             if self._streams:
                 await send({"type": "http.response.body", "body": error_event(said, path)})
             else:
@@ -264,10 +264,17 @@ def _answer_of(error: Exception) -> tuple[int, str, dict[str, str]]:
     return status, message, headers
 
 
+def _told(error: Exception, status: int, message: str, path: str) -> dict[str, Any]:
+    """The body that tells an error."""
+    if isinstance(error, ContextExceeded) and path.startswith(ANTHROPIC):
+        message = error.anthropic
+    param, code = (error.param, error.code) if isinstance(error, FieldError) else (None, None)
+    return error_of(status, message, param, path, code)
+
+
 async def _error(request: Request, error: Exception) -> Response:
     status, message, headers = _answer_of(error)
-    said = error_of(status, message, getattr(error, "param", None), request.url.path)
-    return JSONResponse(said, status, headers)
+    return JSONResponse(_told(error, status, message, request.url.path), status, headers)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:

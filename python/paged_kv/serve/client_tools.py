@@ -56,13 +56,13 @@ class ClientTools:
         return self.by_function.get(function) or ClientTool(function)
 
     def function(self, name: Any, namespace: str | None = None) -> str | None:
-        """The function's name of a client's tool; None where there is none."""
-        for tool in self.functions:
-            found = tool.get("function", {}).get("name")
-            client = self.of(str(found))
-            if found is not None and client.name == name and namespace in (None, client.namespace):
-                return str(found)
-        return None
+        """The function's name of a client's tool; None where there is none.
+
+        Without a namespace it may be in any, but one in none comes first.
+        """
+        names = [str(tool.get("function", {}).get("name")) for tool in self.functions]
+        of_name = {self.of(each).namespace: each for each in reversed(names) if self.of(each).name == name}
+        return of_name.get(namespace) or (next(reversed(of_name.values()), None) if namespace is None else None)
 
 
 def qualified(name: str, namespace: str | None) -> str:

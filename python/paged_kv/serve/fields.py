@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from paged_kv.arguments import printable, shown
 from paged_kv.errors import ContractError
@@ -18,6 +18,9 @@ _MISSING: Any = object()
 
 class FieldError(ContractError):
     """A field is missing, unknown, or has a wrong value; `param` is its name."""
+
+    code: ClassVar[str | None] = None
+    """A word by which clients know the error."""
 
     def __init__(self, param: str, problem: str) -> None:
         super().__init__(f"{param} {problem}")

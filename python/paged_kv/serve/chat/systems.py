@@ -31,8 +31,9 @@ class Systems:
         they become the beginning of the first message of the user.
         """
         places = [at for at, message in enumerate(messages) if message["role"] in _ROLES]
-        is_later = places != list(range(len(places)))
-        if not places or (self.at_front and (self.several or len(places) == 1) and (self.later or not is_later)):
+        num_leading = sum(place == at for at, place in enumerate(places))
+        is_written = self.at_front and (num_leading < 2 or self.several) and (num_leading == len(places) or self.later)
+        if not places or is_written:
             return list(messages)
         text = "\n\n".join(messages[at]["content"] for at in places if messages[at]["content"])
         others: list[dict[str, Any]] = []
