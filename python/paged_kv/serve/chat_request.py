@@ -43,7 +43,8 @@ class Conversation:
 
     def structure(self, prompt: str, answer: Structure | None) -> Structure | None:
         """Return what the answer to a prompt must be; `answer` where it is no call. Raises ContractError."""
-        return self.format.structure(self.tools, self.choice, self.parallel, answer, prompt)
+        grammars = {name: tool.grammar for name, tool in self.client_tools.items() if tool.grammar is not None}
+        return self.format.structure(self.tools, self.choice, self.parallel, answer, prompt, grammars)
 
     def message(self, prompt: str) -> Message:
         """The message that the answer to a prompt is."""

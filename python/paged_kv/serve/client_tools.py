@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paged_kv.arguments import printable, shown
-from paged_kv.serve.chat import CallArguments, CallStart, Delta
+from paged_kv.serve.chat import CallArguments, CallStart, Delta, in_json
 from paged_kv.serve.fields import Fields
 
 INPUT = "input"
@@ -34,6 +34,8 @@ class ClientTool:
     namespace: str | None = None
     is_text: bool = False
     """True if its input is a text, not JSON."""
+    grammar: str | None = None
+    """The grammar of the text, as `Tool.text_grammar`."""
 
 
 @dataclass
@@ -85,18 +87,21 @@ def read_function(given: Fields, schema: Fields, harmless: Collection[str]) -> d
     return {"type": "function", "function": function}
 
 
-def read_text_tool(given: Fields) -> dict[str, Any]:
-    """The function of a tool whose input is a text, of which a `format` may say more: it is part of the description,
-    and a regular expression is enforced.
-    """
+def read_text_tool(given: Fields, namespace: str | None = None) -> tuple[dict[str, Any], ClientTool]:
+    """A tool whose input is a text, and its function. The text's `format` is enforced, and part of the description."""
     name, description = given.text("name"), str(given.text("description", ""))
     value: dict[str, Any] = {"type": "string"}
+    inside = None
     form = given.object("format", None)
     if form.choice("type", ("text", "grammar"), "text") == "grammar":
         grammar = form.object("grammar") if "grammar" in form else form  # chats have one more object around it
         syntax, definition = grammar.choice("syntax", ("lark", "regex")), str(grammar.text("definition"))
         if syntax == "regex":
             value["pattern"] = f"^(?:{definition})$"
+        else:
+            inside = in_json(definition)
+            if inside is None:
+                grammar.pass_over("definition", "has what is not enforced here: the model is told of it")
         description = f"{description}\n\nThe input follows this {_SYNTAXES[str(syntax)]}:\n{definition}".strip()
         grammar.end()
     form.end()
@@ -104,7 +109,8 @@ def read_text_tool(given: Fields) -> dict[str, Any]:
     given.end()
     parameters = {"type": "object", "properties": {INPUT: value}, "required": [INPUT], "additionalProperties": False}
     told = {"description": description} if description else {}
-    return {"type": "function", "function": {"name": name, **told, "parameters": parameters}}
+    function = {"name": qualified(str(name), namespace), **told, "parameters": parameters}
+    return {"type": "function", "function": function}, ClientTool(str(name), namespace, True, inside)
 
 
 _SYNTAXES = {"lark": "grammar in Lark's syntax", "regex": "regular expression"}

@@ -163,6 +163,14 @@ class Fields:
         error = self.error(name, f"must be one of {', '.join(kinds)}, not {asked}")
         self._ignored.add(self._name, error, f"has the {name} {asked}, which is not known here")
 
+    def pass_over(self, name: str, problem: str) -> None:
+        """Ignores what a field says.
+
+        Raises:
+            FieldError: the server is strict.
+        """
+        self._ignored.add(self.path(name), self.error(name, problem), problem)
+
     def _typed(self, name: str, default: Any, wording: str, fits: Callable[[Any], bool]) -> Any:
         value = self.any(name, default)
         if value is not default and not fits(value):

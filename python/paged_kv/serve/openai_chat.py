@@ -10,7 +10,7 @@ from paged_kv.engine.sampling import Logprobs
 from paged_kv.serve.backend import Job, Piece
 from paged_kv.serve.chat import CallStart, Content, Delta, Reasoning
 from paged_kv.serve.chat_request import Conversation, Message, chat_format
-from paged_kv.serve.client_tools import ClientTool, ClientTools, ToolCall, read_choice, read_text_tool, text_arguments
+from paged_kv.serve.client_tools import ClientTools, ToolCall, read_choice, read_text_tool, text_arguments
 from paged_kv.serve.exchange import ChoicesExchange, Event, Exchange, Wishes
 from paged_kv.serve.fields import Fields, OtherParts
 from paged_kv.serve.openai_completions import MOST_SAMPLES
@@ -98,8 +98,7 @@ def _tools(body: Fields) -> ClientTools:
         if kind == "function":
             tools.add(given.raw())
         elif kind == "custom":
-            tool = read_text_tool(given.object("custom"))
-            tools.add(tool, ClientTool(tool["function"]["name"], is_text=True))
+            tools.add(*read_text_tool(given.object("custom")))
         else:
             given.leave_out(("function", "custom"))
     return tools

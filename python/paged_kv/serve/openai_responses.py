@@ -149,13 +149,14 @@ def _add_tool(tools: ClientTools, given: Fields, namespace: str | None = None) -
         return
     if kind == "function":
         tool = read_function(given, given.object("parameters", None), ("type", "strict"))
+        client = ClientTool(tool["function"]["name"], namespace)
+        tool["function"]["name"] = qualified(client.name, namespace)
     elif kind == "custom":
-        tool = read_text_tool(given)
+        tool, client = read_text_tool(given, namespace)
     else:
         given.leave_out(_TOOLS if namespace is None else _TOOLS[:2])
         return
-    client = ClientTool(tool["function"]["name"], namespace, is_text=kind == "custom")
-    tool["function"]["name"] = name = qualified(client.name, namespace)
+    name = tool["function"]["name"]
     if namespace is not None and not is_function_name(name):
         given.leave_out(("1 to 128 of A-Z a-z 0-9 _ . : - with its namespace",), "name")
         return

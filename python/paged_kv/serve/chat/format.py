@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from paged_kv.checkpoint.source import Source
@@ -106,6 +108,7 @@ class ChatFormat:
         parallel: bool,
         answer: Structure | None,
         prompt: str = "",
+        text_grammars: Mapping[str, str] = MappingProxyType({}),
     ) -> Structure | None:
         """Return what the model's message must be, for `Sampling.structured_output`; None where it may be anything.
 
@@ -117,11 +120,13 @@ class ChatFormat:
             parallel: Whether several calls may be made.
             answer: What the answer must be where it is no call.
             prompt: The rendered prompt, which may end inside a thought, or after one.
+            text_grammars: Grammars of tools by name, as `Tool.text_grammar`.
 
         Raises:
             ContractTypeError, ContractError: as `check_tools`.
         """
         chosen, is_required = self._chosen(tools, choice)
+        chosen = tuple(replace(tool, text_grammar=text_grammars.get(tool.name)) for tool in chosen)
         thought, is_open = self._thinks(prompt)
         if not chosen and (answer is None or not (thought or isinstance(self.syntax, Harmony))):
             return answer

@@ -25,6 +25,8 @@ class Tool:
     parameters: dict[str, Any]
     """The schema of its arguments, an object. Where it names its properties and says nothing of others, there are no
     others."""
+    text_grammar: str | None = None
+    """The grammar, in Lark, of its one argument inside JSON's quotes; it is kept where calls are written as JSON."""
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
