@@ -62,7 +62,8 @@ class ClientTools:
 
         Without a namespace it may be in any, but one in none comes first.
         """
-        names = [str(tool.get("function", {}).get("name")) for tool in self.functions]
+        told = [tool.get("function") for tool in self.functions]
+        names = [str(each.get("name")) for each in told if isinstance(each, Mapping)]
         of_name = {self.of(each).namespace: each for each in reversed(names) if self.of(each).name == name}
         return of_name.get(namespace) or (next(reversed(of_name.values()), None) if namespace is None else None)
 
