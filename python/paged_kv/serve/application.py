@@ -103,7 +103,7 @@ def _tokenize(body: Fields, model: ServedModel) -> dict[str, Any]:
     with_texts = body.flag("return_token_strs", False)
     body.end()
     found = {"count": len(tokens), "max_model_len": model.most_tokens, "tokens": list(tokens)}
-    return found | ({"token_strs": [model.token_text(token) for token in tokens]} if with_texts else {})
+    return found | ({"token_strs": [model.tokenizer.token_name(token) for token in tokens]} if with_texts else {})
 
 
 def _detokenize(body: Fields, model: ServedModel) -> dict[str, Any]:

@@ -117,6 +117,8 @@ class ChoicesExchange(Exchange):
     def __init__(self, jobs: Sequence[Job], model: ServedModel, wishes: Wishes, prefix: str, kind: str) -> None:
         super().__init__(jobs, stream=wishes.stream)
         self.model, self.wishes = model, wishes
+        self.end_tokens = self.jobs[0].sampling.end_tokens(model.config.eos_token_ids)
+        """They end a sample and are no part of its text, so they have no log-probabilities in the answer."""
         about = {"object": kind, "created": int(time.time()), "model": model.name}
         self._head = {"id": f"{prefix}-{secrets.token_hex(12)}", **about}
 

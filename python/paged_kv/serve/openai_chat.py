@@ -166,15 +166,16 @@ class ChatCompletions(ChoicesExchange):
     def _logprobs(self, logprobs: Sequence[tuple[int, Logprobs]]) -> dict[str, Any] | None:
         if self.jobs[0].sampling.logprobs is None:
             return None
-        return {"content": [self._of_token(token, each) for token, each in logprobs], "refusal": None}
+        content = [self._of_token(token, each) for token, each in logprobs if token not in self.end_tokens]
+        return {"content": content, "refusal": None}
 
     def _of_token(self, token: int, logprobs: Logprobs) -> dict[str, Any]:
         top = [self._likely(each, value) for each, value in logprobs.top.items()]
         return self._likely(token, logprobs.token) | {"top_logprobs": top}
 
     def _likely(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.model.token_text(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        own = self.model.token_bytes(token)
+        return {"token": self.model.token_text(token), "logprob": logprob, "bytes": list(own)}
 
 
 def _add(said: dict[str, Any], delta: Delta) -> None:

@@ -55,8 +55,8 @@ class ServedModel:
         self.sampling = sampling or {}
         self.tokenizer = Tokenizer(source, source.config)
         self.chat: ChatFormat | None = ChatFormat.read(source, self.tokenizer, template)
-        self.token_text = lru_cache(4096)(self.tokenizer.token_text)
-        """The text of a token inside a text, of special tokens too."""
+        self.token_bytes = lru_cache(4096)(self.tokenizer.token_bytes)
+        """The bytes of a token inside a text, of special tokens too."""
 
     def check_name(self, body: Fields) -> None:
         """Refuses a body that asks for another model. Raises UnknownModel."""
@@ -103,9 +103,13 @@ class ServedModel:
         said = {"id": self.name, "object": "model", "created": self.created, "owned_by": "paged-kv"}
         return said | {"max_model_len": self.most_tokens}
 
-    def token_length(self, token: int) -> int:
-        """Characters of a token in a text: none of a special one."""
-        return len(self.token_text(token)) if self.text([token]) else 0
+    def token_text(self, token: int, prefix: str = "") -> str:
+        r"""The text of a token inside a text; where it is a part of a character `prefix` and its bytes, as `\xe2\x80`."""
+        own = self.token_bytes(token)
+        try:
+            return own.decode()
+        except UnicodeDecodeError:
+            return prefix + "".join(chr(byte) if 32 <= byte < 127 else f"\\x{byte:02x}" for byte in own)
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without special ones."""
