@@ -61,7 +61,9 @@ def _conversation(body: Fields, model: ServedModel) -> Conversation:
         template["enable_thinking"] = thinking.choice("type", ("enabled", "adaptive", "disabled")) != "disabled"
     thinking.ignore(("budget_tokens", "display"))
     thinking.end()
-    return Conversation(chat_format(model), messages, tools, choice, parallel, template)
+    last = messages[-1]
+    begun = last["role"] == "assistant" and bool(last["content"].strip()) and "tool_calls" not in last
+    return Conversation(chat_format(model), messages, tools, choice, parallel, template, begun)
 
 
 def _messages(given: Fields) -> list[dict[str, Any]]:

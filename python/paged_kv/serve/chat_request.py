@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from paged_kv.arguments import shown
@@ -31,20 +32,30 @@ class Conversation:
     parallel: bool = True
     template: Mapping[str, Any] = field(default_factory=dict)
     """Further values for the template."""
+    continues: bool = False
+    """True if the answer continues the last message."""
 
     def prompt(self) -> str:
         """The text that the model goes on with. Raises ContractError where the template refuses it."""
+        return self._rendered[0]
+
+    @cached_property
+    def _rendered(self) -> tuple[str, str]:
+        """The prompt, and the part of it that is the message which is continued."""
         if self.tools is not None:
             self.format.check_tools(self.tools, self.choice)
-        return self.format.render(self.messages, self.tools, **self.template)
+        if self.continues:
+            return self.format.render_begun(self.messages, self.tools, **self.template)
+        return self.format.render(self.messages, self.tools, **self.template), ""
 
     def structure(self, prompt: str, answer: Structure | None) -> Structure | None:
         """Return what the answer to a prompt must be; `answer` where it is no call. Raises ContractError."""
-        return self.format.structure(self.tools, self.choice, self.parallel, answer, prompt)
+        return self.format.structure(self.tools, self.choice, self.parallel, answer, prompt, self._rendered[1])
 
     def parser(self, prompt: str) -> MessageParser:
         """Reads the answer to a prompt."""
-        return self.format.parser(self.tools if self.choice != "none" else None, prompt)
+        tools = self.tools if self.choice != "none" else None
+        return self.format.parser(tools, prompt, self._rendered[1])
 
     def job(
         self,

@@ -33,7 +33,7 @@ def read_chat(body: Fields, model: ServedModel) -> Exchange:
     top = body.integer("top_logprobs", 0, 0, MOST_LOGPROBS)
     if top and not logprobs:
         raise body.error("top_logprobs", "belongs to a request with logprobs: true")
-    for name in ("functions", "function_call", "audio", "echo", "continue_final_message"):
+    for name in ("functions", "function_call", "audio", "echo"):
         body.refuse(name)
     body.refuse("modalities", (["text"],))
     if not body.flag("skip_special_tokens", True):
@@ -64,8 +64,11 @@ def read_conversation(body: Fields, model: ServedModel) -> Conversation:
     template = dict(body.object("chat_template_kwargs", None).raw())
     if "reasoning_effort" in body:
         template["reasoning_effort"] = body.text("reasoning_effort")
-    if not body.flag("add_generation_prompt", True):
-        raise body.error("add_generation_prompt", "is not supported other than true")
+    continues = body.flag("continue_final_message", False)
+    if not body.flag("add_generation_prompt", not continues):
+        template["add_generation_prompt"] = False
+    elif continues:
+        raise body.error("continue_final_message", "belongs to a request with add_generation_prompt: false")
     return Conversation(
         chat_format(model),
         messages,
@@ -73,6 +76,7 @@ def read_conversation(body: Fields, model: ServedModel) -> Conversation:
         read_choice(body, bool(tools), "function"),
         body.flag("parallel_tool_calls", True),
         template,
+        continues,
     )
 
 

@@ -104,7 +104,7 @@ class ServedModel:
         return said | {"max_model_len": self.most_tokens}
 
     def token_text(self, token: int, prefix: str = "") -> str:
-        r"""The text of a token inside a text; where it is a part of a character `prefix` and its bytes, as `\xe2\x80`."""
+        r"""The text of a token inside a text; of a part of a character `prefix` and its bytes, as `\xe2\x80`."""
         own = self.token_bytes(token)
         try:
             return own.decode()
