@@ -1,4 +1,4 @@
-"""Messages that a client has begun: the prompt is transformers', and what follows is read as the rest of the message."""
+"""Messages that a client has begun: the prompt is transformers', and what follows is read as their rest."""
 
 import pytest
 

@@ -23,6 +23,7 @@ def read_messages_request(body: Fields, model: ServedModel) -> Messages:
     Raises:
         ContractError, ContractTypeError, CheckpointError, ToolchainError: a field cannot be taken.
     """
+    model = model.check_name(body)
     conversation = _conversation(body, model)
     body.any("max_tokens")
     for name in ("container", "mcp_servers", "stop", "output_format", "output_config"):
@@ -36,7 +37,7 @@ def read_messages_request(body: Fields, model: ServedModel) -> Messages:
 
 def count_tokens(body: Fields, model: ServedModel) -> dict[str, Any]:
     """A request to /v1/messages/count_tokens, and its answer. Raises as `read_messages_request`."""
-    prompt = _conversation(body, model).prompt()
+    prompt = _conversation(body, model.check_name(body)).prompt()
     body.ignore(_HARMLESS)
     body.end()
     return {"input_tokens": len(model.tokens("messages", prompt, is_template=True))}
@@ -44,7 +45,6 @@ def count_tokens(body: Fields, model: ServedModel) -> dict[str, Any]:
 
 def _conversation(body: Fields, model: ServedModel) -> Conversation:
     """The conversation of a body, as OpenAI's API has it."""
-    model.check_name(body)
     messages: list[dict[str, Any]] = []
     if "system" in body:
         messages.append({"role": "system", "content": body.texts("system", ("text",), _OF_TEXTS)})

@@ -25,9 +25,10 @@ def read_chat(body: Fields, model: ServedModel) -> Exchange:
     Raises:
         ContractError, ContractTypeError, CheckpointError, ToolchainError: a field cannot be taken.
     """
-    model.check_name(body)
+    model = model.check_name(body)
     conversation = read_conversation(body, model)
     n = body.integer("n", 1, 1, MOST_SAMPLES)
+    model.check_samples("n", 1, n)
     wishes = Wishes.read(body)
     logprobs = body.flag("logprobs", False)
     top = body.integer("top_logprobs", 0, 0, MOST_LOGPROBS)

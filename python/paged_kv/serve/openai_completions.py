@@ -28,13 +28,14 @@ def read_completion(body: Fields, model: ServedModel) -> Exchange:
     Raises:
         ContractError, ContractTypeError, CheckpointError, ToolchainError: a field cannot be taken.
     """
-    model.check_name(body)
+    model = model.check_name(body)
     prompts = _prompts(body)
     n = body.integer("n", 1, 1, MOST_SAMPLES)
     best_of = body.integer("best_of", n, 1, MOST_SAMPLES)
     wishes = Wishes.read(body)
     if best_of < n or (best_of > n and wishes.stream):
         raise body.error("best_of", f"is {best_of}: it is at least n, {n}, and no more in a stream")
+    model.check_samples("best_of" if best_of > n else "n", len(prompts), best_of)
     echo = body.flag("echo", False)
     logprobs = body.integer("logprobs", None, 0, MOST_LOGPROBS)
     namespace = body.text("cache_salt", None)

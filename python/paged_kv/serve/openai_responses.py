@@ -27,7 +27,7 @@ def read_response(body: Fields, model: ServedModel) -> Responses:
     Raises:
         ContractError, ContractTypeError, CheckpointError, ToolchainError: a field cannot be taken.
     """
-    model.check_name(body)
+    model = model.check_name(body)
     for name in _REFUSED:
         body.refuse(name)
     if body.flag("store", False):
@@ -41,6 +41,20 @@ def read_response(body: Fields, model: ServedModel) -> Responses:
     body.end()
     said |= {"temperature": job.sampling.temperature, "top_p": job.sampling.top_p}
     return Responses(job, model, conversation.parser(prompt), said, stream=stream)
+
+
+def count_input_tokens(body: Fields, model: ServedModel) -> dict[str, Any]:
+    """A request to /v1/responses/input_tokens, and its answer. Raises as `read_response`."""
+    model = model.check_name(body)
+    for name in _REFUSED:
+        body.refuse(name)
+    body.refuse("truncation", ("disabled",))
+    body.ignore(_HARMLESS)
+    prompt = _conversation(body, model).prompt()
+    _structure(body)
+    body.end()
+    tokens = model.tokens("input", prompt, is_template=True)
+    return {"object": "response.input_tokens", "input_tokens": len(tokens)}
 
 
 _ECHOED: dict[str, Any] = {

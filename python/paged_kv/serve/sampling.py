@@ -25,7 +25,8 @@ _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_grammar": "gr
 
 
 def read_sampling(body: Fields, model: ServedModel, max_tokens: int, **options: Any) -> Sampling:
-    """Return how the tokens of a request are chosen. Without a seed it gets one, so that it can be computed again.
+    """Return how the tokens of a request are chosen. Without a seed, or with one below 0, it gets
+    a random one, so that it can be computed again.
 
     Args:
         body: The body of the request; the model says what it leaves out.
@@ -43,6 +44,8 @@ def read_sampling(body: Fields, model: ServedModel, max_tokens: int, **options: 
     if not isinstance(stop_tokens, list) or not all(type(token) is int and token >= 0 for token in stop_tokens):
         raise body.error("stop_token_ids", f"must be a list of token ids, not {shown(stop_tokens)}")
     body.ignore(_HARMLESS)
+    if type(seed := options.get("seed")) is int and seed < 0:  # -1 and the like ask for a random one
+        del options["seed"]
     options = {"temperature": 1.0, "seed": secrets.randbits(63), **model.sampling, **options}
     sampling = Sampling(
         max_tokens=max_tokens, stop_tokens=stop_tokens, ignore_end=body.flag("ignore_eos", False), **options
