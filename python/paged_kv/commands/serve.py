@@ -35,13 +35,13 @@ def _read_config(context: click.Context, option: click.Parameter, file: Path | N
         for name in parameter.opts
         if parameter.name not in ("config", "help")
     }
-    values: dict[str | None, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in given.items():
         declared = options.get(name.replace("_", "-"))
         if declared is None:
             raise ContractError(f"--config {printable(file)}: {printable(repr(name))} is no option of this command")
         is_single = getattr(declared, "multiple", False) and isinstance(value, str)  # click would take its letters
-        values[declared.name] = [value] if is_single else value
+        values[str(declared.name)] = [value] if is_single else value
     context.default_map = values
 
 

@@ -20,8 +20,14 @@ _HARMLESS = (
     "prediction",
 )
 """Fields of OpenAI's clients that change no answer."""
-_GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_grammar": "grammar", "guided_choice": "choice"}
-"""Older names of vLLM's for fields of `structured_outputs`."""
+_GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_grammar": "grammar",
+    "guided_choice": "choice",
+    "grammar": "grammar",
+}
+"""Older names of vLLM's for fields of `structured_outputs`, and llama.cpp's."""
 
 
 def read_sampling(body: Fields, model: ServedModel, max_tokens: int, **options: Any) -> Sampling:
