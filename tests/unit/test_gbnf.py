@@ -55,6 +55,7 @@ ROWS = [
     ),
     ('root::="a"|\r\n  "b"\r\n| #none\n "::=" | ', ["a", "b", "::=", ""], ["c"]),
     ('root ::= foo\nfoo ::= "a" |\n"b"', ["a", "b"], ["ab"]),
+    ('root ::= "<" x ">"\nx ::= "a" y "c" | "ab" "d"\ny ::= "b"', ["<abc>", "<abd>"], ["<ab>"]),  # x is regular
 ]
 
 
