@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from paged_kv.arguments import printable, shown
 from paged_kv.errors import ContractError, ContractTypeError, ToolchainError
+from paged_kv.gbnf import is_gbnf, lark_of
 
 if TYPE_CHECKING:
     import tokenizers
@@ -126,7 +127,7 @@ class Grammar:
     """Texts of a context-free grammar in llguidance's kind of Lark, which begins with its rule `start`.
 
     Args:
-        lark: The grammar.
+        lark: The grammar; one in GBNF, llama.cpp's notation (`root ::= ...`), becomes Lark.
         marks: Texts that are one token each where the vocabulary has a special token of that text. The grammar may use
             the rules `mark_0` for the first of them and `until_0` for any text up to it and with it, and so on.
 
@@ -140,6 +141,8 @@ class Grammar:
 
     def __post_init__(self) -> None:
         _check_text(self.KIND, self.lark)
+        if is_gbnf(self.lark):
+            object.__setattr__(self, "lark", lark_of(self.lark))
 
 
 _TRIAL = """

@@ -106,7 +106,7 @@ WEB = {"type": "web_search"}
 REFUSED = [
     # path, further fields, the field that is wrong: clients rely on it
     (CHAT, {"functions": [{}]}, "functions"),
-    (CHAT, {"grammar": "root ::= x"}, "grammar"),
+    (CHAT, {"json_schema": {"type": "object"}}, "json_schema"),
     (COMPLETIONS, {"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
     (CHAT, blocks("user", IMAGE), "messages[1].content[0].type"),
     (CHAT, {"tools": [WEB], "tool_choice": "required"}, "tool_choice"),
@@ -114,6 +114,8 @@ REFUSED = [
     (RESPONSES, answered({"role": "user", "content": [FILE]}), "input[1].content[0].type"),
     (RESPONSES, answered({"type": "item_reference", "id": "i"}), "input[1].type"),
     (RESPONSES, {"previous_response_id": "r"}, "previous_response_id"),
+    (RESPONSES, {"response_format": {"type": "json_object"}}, "response_format"),
+    (MESSAGES, {"grammar": "root ::= [a-z]"}, "grammar"),
     (RESPONSES, {"tools": [WEB], "tool_choice": WEB}, "tool_choice.type"),
     (RESPONSES, {"tools": [{"type": "custom", "name": "f", "format": {"type": "xml"}}]}, "tools[0].format.type"),
     (MESSAGES, blocks("user", PICTURE), "messages[1].content[0].type"),

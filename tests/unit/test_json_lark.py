@@ -87,7 +87,7 @@ def test_a_grammar_that_is_not_written_is_told_to_the_model_alone(part):
 def test_calls_that_are_json_are_held_to_a_grammar(name):
     chat, parameters = ChatFormat({"default": TEMPLATES[name]}, {}), {"properties": {"input": {"type": "string"}}}
     tools = [{"type": "function", "function": {"name": "patch", "parameters": parameters}}]
-    structure = chat.structure(tools, "required", False, None, "[assistant]", {"patch": in_json(LINES)})
+    structure = chat.structure(tools, "required", False, None, "[assistant]", "", {"patch": in_json(LINES)})
     for text, is_right in (('*** Begin\n+"\n*** End {', True), ("*** Begin\n", False), ("x", False)):
         written = chat.syntax.write([Call("patch", {"input": text}, "abcdefghi")])
         assert compiler().accepts(structure, written) == is_right

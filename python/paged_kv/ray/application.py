@@ -97,6 +97,10 @@ class Arguments(BaseModel):
     slack: int = SLACK
     allowed_hosts: tuple[str, ...] = ()
     """Names of this server, beside those of loopback."""
+    allowed_origins: tuple[str, ...] = ()
+    """Pages of other servers that may read answers, as `https://app.example`."""
+    aliases: tuple[str, ...] = ()
+    """Further names of the model."""
     api_key_file: Path | None = None
     """Read by each ingress; or the variable PAGED_KV_API_KEY is set; else no key is asked for."""
     metrics: bool = False

@@ -13,7 +13,7 @@ from paged_kv.serve.chat_request import Block, BlockExchange, Conversation, Mess
 from paged_kv.serve.client_tools import read_function
 from paged_kv.serve.exchange import Event
 from paged_kv.serve.fields import Fields
-from paged_kv.serve.sampling import REFUSED
+from paged_kv.serve.sampling import REFUSED, STRUCTURES
 from paged_kv.serve.served_model import ServedModel
 from paged_kv.structured_output import JsonSchema, Structure
 
@@ -27,9 +27,10 @@ def read_messages_request(body: Fields, model: ServedModel) -> Messages:
     Raises:
         ContractError, ContractTypeError, CheckpointError, ToolchainError: a field cannot be taken.
     """
+    model = model.check_name(body)
     conversation = _conversation(body, model)
     body.any("max_tokens")
-    for name in ("container", "mcp_servers", "stop", *REFUSED):
+    for name in ("container", "mcp_servers", "stop", *REFUSED, *STRUCTURES):
         body.refuse(name)
     answer = _structure(body)
     stream, stops = body.flag("stream", False), body.any("stop_sequences", [])
@@ -41,7 +42,7 @@ def read_messages_request(body: Fields, model: ServedModel) -> Messages:
 
 def count_tokens(body: Fields, model: ServedModel) -> dict[str, Any]:
     """A request to /v1/messages/count_tokens, and its answer. Raises as `read_messages_request`."""
-    prompt = _conversation(body, model).prompt()
+    prompt = _conversation(body, model.check_name(body)).prompt()
     _structure(body)
     body.ignore(_HARMLESS)
     body.end()
@@ -69,7 +70,6 @@ def _structure(body: Fields) -> Structure | None:
 
 def _conversation(body: Fields, model: ServedModel) -> Conversation:
     """The conversation of a body, as OpenAI's API has it."""
-    model.check_name(body)
     messages: list[dict[str, Any]] = []
     if "system" in body:
         messages.append({"role": "system", "content": body.texts("system", ("text",), _OF_TEXTS)})
@@ -86,7 +86,9 @@ def _conversation(body: Fields, model: ServedModel) -> Conversation:
         template["enable_thinking"] = thinking.choice("type", ("enabled", "adaptive", "disabled")) != "disabled"
     thinking.ignore(("budget_tokens", "display"))
     thinking.end()
-    return Conversation(chat_format(model), messages, tools, choice, parallel, template)
+    last = messages[-1]
+    continues = last["role"] == "assistant" and bool(last["content"].strip()) and "tool_calls" not in last
+    return Conversation(chat_format(model), messages, tools, choice, parallel, template, continues=continues)
 
 
 def _messages(given: Fields) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from paged_kv.serve.metrics import Metrics
 from paged_kv.serve.middleware import ANTHROPIC, Receive, Scope, Send, error_event, error_of
 from paged_kv.serve.openai_chat import read_chat, read_conversation
 from paged_kv.serve.openai_completions import read_completion
-from paged_kv.serve.openai_responses import read_response
+from paged_kv.serve.openai_responses import count_input_tokens, read_response
 from paged_kv.serve.page import HEADERS, PAGE
 from paged_kv.serve.served_model import ContextExceeded, ServedModel, UnknownModel
 
@@ -58,12 +58,13 @@ def application(model: ServedModel, backend: Backend, metrics: Metrics, *, stric
         return JSONResponse(answer, headers=ignored.headers())
 
     async def models(request: Request) -> JSONResponse:
-        name = request.path_params.get("name")
-        if name is None:
-            return JSONResponse({"object": "list", "data": [model.describe()]})
-        if name != model.name:
-            raise UnknownModel("model", f"{name!r} is not served here; {model.name!r} is")
-        return JSONResponse(model.describe())
+        name, for_anthropic = request.path_params.get("name"), "anthropic-version" in request.headers
+        if name is not None:
+            return JSONResponse(model.named(name).describe(for_anthropic=for_anthropic))
+        listed = {"data": [model.named(each).describe(for_anthropic=for_anthropic) for each in model.names]}
+        if for_anthropic:
+            return JSONResponse(listed | {"has_more": False, "first_id": model.names[0], "last_id": model.names[-1]})
+        return JSONResponse({"object": "list"} | listed)
 
     async def health(_: Request) -> JSONResponse:
         await backend.check()
@@ -99,14 +100,23 @@ async def _beside(body: bytes, work: Callable[[], Any]) -> Any:
 
 def _tokenize(body: Fields, model: ServedModel) -> dict[str, Any]:
     model.check_name(body)
-    if "messages" in body:
-        tokens = model.tokens("messages", read_conversation(body, model).prompt(), is_template=True)
+    is_chat = "messages" in body
+    special = body.flag("add_special_tokens", not is_chat)
+    body.refuse("chat_template")
+    body.ignore(("mm_processor_kwargs", "media_io_kwargs"))
+    if is_chat:
+        tokens = model.tokens("messages", read_conversation(body, model).prompt(), special=special)
     else:
-        tokens = model.tokens("prompt", body.text("prompt"), special=body.flag("add_special_tokens", True))
+        tokens = model.tokens("prompt", body.text("prompt"), special=special)
     with_texts = body.flag("return_token_strs", False)
     body.end()
-    found = {"count": len(tokens), "max_model_len": model.most_tokens, "tokens": list(tokens)}
-    return found | ({"token_strs": [model.token_text(token) for token in tokens]} if with_texts else {})
+    names = [model.tokenizer.token_name(token) for token in tokens] if with_texts else None
+    return {
+        "count": len(tokens),
+        "max_model_len": model.most_tokens,
+        "tokens": list(tokens),
+        "token_strs": names,
+    }
 
 
 def _detokenize(body: Fields, model: ServedModel) -> dict[str, Any]:
@@ -120,6 +130,7 @@ def _detokenize(body: Fields, model: ServedModel) -> dict[str, Any]:
 
 QUESTIONS: Mapping[str, Callable[[Fields, ServedModel], dict[str, Any]]] = {
     "/v1/messages/count_tokens": count_tokens,
+    "/v1/responses/input_tokens": count_input_tokens,
     "/tokenize": _tokenize,
     "/detokenize": _detokenize,
 }

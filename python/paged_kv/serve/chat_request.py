@@ -6,6 +6,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from paged_kv.engine.sampling import Logprobs
@@ -34,22 +35,33 @@ class Conversation:
     """Further values for the template."""
     client_tools: Mapping[str, ClientTool] = field(default_factory=dict)
     """The client's tools by the names of their functions."""
+    continues: bool = False
+    """True if the answer continues the last message."""
 
     def prompt(self) -> str:
         """The text that the model goes on with. Raises ContractError where the template refuses it."""
+        return self._rendered[0]
+
+    @cached_property
+    def _rendered(self) -> tuple[str, str]:
+        """The prompt, and the part of it that is the message which is continued."""
         if self.tools is not None:
             self.format.check_tools(self.tools, self.choice)
-        return self.format.render(_without_billing(self.messages), self.tools, **self.template)
+        messages = _without_billing(self.messages)
+        if self.continues:
+            return self.format.render_begun(messages, self.tools, **self.template)
+        return self.format.render(messages, self.tools, **self.template), ""
 
     def structure(self, prompt: str, answer: Structure | None) -> Structure | None:
         """Return what the answer to a prompt must be; `answer` where it is no call. Raises ContractError."""
         grammars = {name: tool.grammar for name, tool in self.client_tools.items() if tool.grammar is not None}
-        return self.format.structure(self.tools, self.choice, self.parallel, answer, prompt, grammars)
+        begun = self._rendered[1]
+        return self.format.structure(self.tools, self.choice, self.parallel, answer, prompt, begun, grammars)
 
     def message(self, prompt: str) -> Message:
         """The message that the answer to a prompt is."""
-        parser = self.format.parser(self.tools if self.choice != "none" else None, prompt)
-        return Message(parser, self.client_tools)
+        tools = self.tools if self.choice != "none" else None
+        return Message(self.format.parser(tools, prompt, self._rendered[1]), self.client_tools)
 
     def job(
         self,

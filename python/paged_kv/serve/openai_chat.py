@@ -18,16 +18,7 @@ from paged_kv.serve.sampling import MOST_LOGPROBS, REFUSED, read_structure
 from paged_kv.serve.served_model import ServedModel
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_REFUSED = (
-    *REFUSED,
-    "functions",
-    "function_call",
-    "audio",
-    "echo",
-    "continue_final_message",
-    "documents",
-    "chat_template",
-)
+_REFUSED = (*REFUSED, "functions", "function_call", "audio", "echo", "documents", "chat_template")
 """Fields without which the answer would be another one than a client relies on."""
 _OTHERS: dict[str, OtherParts] = {"tool": "name", "assistant": "drop"}
 """The fate of parts that are no texts; in other messages they are refused."""
@@ -39,9 +30,10 @@ def read_chat(body: Fields, model: ServedModel) -> Exchange:
     Raises:
         ContractError, ContractTypeError, CheckpointError, ToolchainError: a field cannot be taken.
     """
-    model.check_name(body)
+    model = model.check_name(body)
     conversation = read_conversation(body, model)
     n = body.integer("n", 1, 1, MOST_SAMPLES)
+    model.check_samples("n", 1, n)
     wishes = Wishes.read(body)
     logprobs = body.flag("logprobs", False)
     top = body.integer("top_logprobs", 0, 0, MOST_LOGPROBS)
@@ -78,8 +70,11 @@ def read_conversation(body: Fields, model: ServedModel) -> Conversation:
     template = dict(body.object("chat_template_kwargs", None).raw())
     if "reasoning_effort" in body:
         template["reasoning_effort"] = body.text("reasoning_effort")
-    if not body.flag("add_generation_prompt", True):
-        raise body.error("add_generation_prompt", "is not supported other than true")
+    continues = body.flag("continue_final_message", False)
+    if not body.flag("add_generation_prompt", not continues):
+        template["add_generation_prompt"] = False
+    elif continues:
+        raise body.error("continue_final_message", "belongs to a request with add_generation_prompt: false")
     return Conversation(
         chat_format(model),
         messages,
@@ -88,6 +83,7 @@ def read_conversation(body: Fields, model: ServedModel) -> Conversation:
         body.flag("parallel_tool_calls", True),
         template,
         tools.by_function,
+        continues,
     )
 
 
@@ -190,15 +186,16 @@ class ChatCompletions(ChoicesExchange):
     def _logprobs(self, logprobs: Sequence[tuple[int, Logprobs]]) -> dict[str, Any] | None:
         if self.jobs[0].sampling.logprobs is None:
             return None
-        return {"content": [self._of_token(token, each) for token, each in logprobs], "refusal": None}
+        content = [self._of_token(token, each) for token, each in logprobs if token not in self.end_tokens]
+        return {"content": content, "refusal": None}
 
     def _of_token(self, token: int, logprobs: Logprobs) -> dict[str, Any]:
         top = [self._likely(each, value) for each, value in logprobs.top.items()]
         return self._likely(token, logprobs.token) | {"top_logprobs": top}
 
     def _likely(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.model.token_text(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        own = self.model.token_bytes(token)
+        return {"token": self.model.token_text(token), "logprob": logprob, "bytes": list(own)}
 
 
 def _said(call: ToolCall, text: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from paged_kv.serve.client_tools import (
 )
 from paged_kv.serve.exchange import Event
 from paged_kv.serve.fields import Fields
-from paged_kv.serve.sampling import REFUSED
+from paged_kv.serve.sampling import REFUSED, STRUCTURES
 from paged_kv.serve.served_model import ServedModel
 from paged_kv.structured_output import JsonSchema, Structure
 
@@ -42,13 +42,10 @@ def read_response(body: Fields, model: ServedModel) -> Responses:
     Raises:
         ContractError, ContractTypeError, CheckpointError, ToolchainError: a field cannot be taken.
     """
-    model.check_name(body)
-    for name in (*_REFUSED, *REFUSED):
-        body.refuse(name)
+    model = model.check_name(body)
+    _refuse(body)
     if body.flag("store", False):
         raise body.error("store", "is not supported other than false: nothing is kept")
-    body.refuse("truncation", ("disabled",))
-    body.ignore(_HARMLESS)
     conversation = _conversation(body, model)
     stream, answer = body.flag("stream", False), _structure(body)
     said = {name: body.any(name, default) for name, default in _ECHOED.items()}
@@ -56,6 +53,24 @@ def read_response(body: Fields, model: ServedModel) -> Responses:
     body.end()
     said |= {"temperature": job.sampling.temperature, "top_p": job.sampling.top_p}
     return Responses(job, model, conversation.message(prompt), said, stream=stream)
+
+
+def count_input_tokens(body: Fields, model: ServedModel) -> dict[str, Any]:
+    """A request to /v1/responses/input_tokens, and its answer. Raises as `read_response`."""
+    model = model.check_name(body)
+    _refuse(body)
+    prompt = _conversation(body, model).prompt()
+    _structure(body)
+    body.end()
+    tokens = model.tokens("input", prompt, is_template=True)
+    return {"object": "response.input_tokens", "input_tokens": len(tokens)}
+
+
+def _refuse(body: Fields) -> None:
+    for name in (*_REFUSED, *REFUSED, *STRUCTURES):
+        body.refuse(name)
+    body.refuse("truncation", ("disabled",))
+    body.ignore(_HARMLESS)
 
 
 _ECHOED: dict[str, Any] = {

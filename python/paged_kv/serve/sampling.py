@@ -21,16 +21,25 @@ _HARMLESS = (
 )
 """Fields of OpenAI's clients that change no answer."""
 REFUSED = (
-    *("grammar", "json_schema", "logits_processors", "allowed_token_ids", "bad_words", "use_beam_search"),
+    *("json_schema", "logits_processors", "allowed_token_ids", "bad_words", "use_beam_search"),
     *("prompt_embeds", "prompt_logprobs", "truncate_prompt_tokens", "include_stop_str_in_output"),
 )
 """Fields of other servers without which the text would be another one than a client relies on."""
-_GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_grammar": "grammar", "guided_choice": "choice"}
-"""Older names of vLLM's for fields of `structured_outputs`."""
+_GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_grammar": "grammar",
+    "guided_choice": "choice",
+    "grammar": "grammar",
+}
+"""Older names of vLLM's for fields of `structured_outputs`, and llama.cpp's."""
+STRUCTURES = ("response_format", "structured_outputs", *_GUIDED)
+"""The fields of `read_structure`: routes with fields of their own for it refuse these."""
 
 
 def read_sampling(body: Fields, model: ServedModel, max_tokens: int, **options: Any) -> Sampling:
-    """Return how the tokens of a request are chosen. Without a seed it gets one, so that it can be computed again.
+    """Return how the tokens of a request are chosen. Without a seed, or with one below 0, it gets
+    a random one, so that it can be computed again.
 
     Args:
         body: The body of the request; the model says what it leaves out.
@@ -48,6 +57,8 @@ def read_sampling(body: Fields, model: ServedModel, max_tokens: int, **options: 
     if not isinstance(stop_tokens, list) or not all(type(token) is int and token >= 0 for token in stop_tokens):
         raise body.error("stop_token_ids", f"must be a list of token ids, not {shown(stop_tokens)}")
     body.ignore(_HARMLESS)
+    if type(seed := options.get("seed")) is int and seed < 0:  # -1 and the like ask for a random one
+        del options["seed"]
     options = {"temperature": 1.0, "seed": secrets.randbits(63), **model.sampling, **options}
     sampling = Sampling(
         max_tokens=max_tokens, stop_tokens=stop_tokens, ignore_end=body.flag("ignore_eos", False), **options

@@ -11,7 +11,7 @@ from paged_kv.checkpoint.source import Source
 from paged_kv.engine.tokenizer import Tokenizer
 from paged_kv.errors import CheckpointError, ContractError
 from paged_kv.serve.chat.conversation import choose_syntax, read_habits, read_messages
-from paged_kv.serve.chat.deltas import Delta
+from paged_kv.serve.chat.deltas import CallArguments, CallStart, Content, Delta, Reasoning
 from paged_kv.serve.chat.grammar import Rules
 from paged_kv.serve.chat.message import Incoming, Outgoing
 from paged_kv.serve.chat.syntaxes import Asked, Syntax
@@ -22,6 +22,9 @@ from paged_kv.serve.chat.template_files import DEFAULT, TOOL_USE, read_names, re
 from paged_kv.serve.chat.thoughts import Thought, read_thought
 from paged_kv.serve.chat.tools import Tool, chosen_tools, read_tools
 from paged_kv.structured_output import Structure
+
+_BEGUN = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Marks the end of a content that is continued; its space shows whether the template keeps spaces at the end."""
 
 
 class ChatFormat:
@@ -86,11 +89,55 @@ class ChatFormat:
         Raises:
             ContractTypeError, ContractError: they are no messages, or the template refuses them.
         """
-        template = self._with_tools if tools else self._default
-        read = read_messages(messages, tools, template, self.syntax, self._habits, self._systems[template])
+        template, read = self._read(messages, tools)
         return template.render(
             read, list(tools) if tools else None, **{"add_generation_prompt": True} | template_kwargs
         )
+
+    def render_begun(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **template_kwargs: Any,
+    ) -> tuple[str, str]:
+        """The prompt of a conversation whose last message the model goes on with, as transformers'
+        `continue_final_message` writes it: it ends with that message's content.
+
+        Args:
+            messages: As `render` has them.
+            tools: As `render` has them.
+            template_kwargs: Further variables of the template.
+
+        Returns: The prompt, and the part of it that is the last message.
+
+        Raises:
+            ContractTypeError, ContractError: as `render`; or the last message has no content or has calls, or the
+                template does not write its content.
+        """
+        template, read = self._read(messages, tools)
+        values = template_kwargs | {"add_generation_prompt": False}
+        offered, place, content = list(tools) if tools else None, f"messages[{len(messages) - 1}]", read[-1]["content"]
+        if not content.strip() or messages[-1].get("tool_calls"):
+            raise ContractError(f"{place}: expected a content and no calls, to be continued")
+        marked = [*read[:-1], read[-1] | {"content": content + _BEGUN}]
+        whole, mark, rest = template.render(marked, offered, **values).rpartition(_BEGUN.strip())
+        if not mark or content.strip() not in whole:
+            raise ContractError(f"{place}: the chat template does not write its content as it is, to be continued")
+        prompt = whole if rest.startswith(_BEGUN.removeprefix(_BEGUN.strip())) else whole.rstrip()
+        try:
+            before = template.render(read[:-1], offered, **values | {"add_generation_prompt": True})
+        except ContractError:  # some templates demand a question, or any message
+            return prompt, content
+        if self._thought is not None:
+            before = self._thought.before(before)
+        return prompt, prompt[_shared(before, prompt) :]
+
+    def _read(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> tuple[Template, list[dict[str, Any]]]:
+        """The template of a request, and its messages as the template takes them."""
+        template = self._with_tools if tools else self._default
+        return template, read_messages(messages, tools, template, self.syntax, self._habits, self._systems[template])
 
     def check_tools(self, tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> None:
         """Refuses tools and a `tool_choice` that the model cannot be held to.
@@ -108,6 +155,7 @@ class ChatFormat:
         parallel: bool,
         answer: Structure | None,
         prompt: str = "",
+        begun: str = "",
         text_grammars: Mapping[str, str] = MappingProxyType({}),
     ) -> Structure | None:
         """Return what the model's message must be, for `Sampling.structured_output`; None where it may be anything.
@@ -120,6 +168,7 @@ class ChatFormat:
             parallel: Whether several calls may be made.
             answer: What the answer must be where it is no call.
             prompt: The rendered prompt, which may end inside a thought, or after one.
+            begun: The part of the prompt that is the message itself; what follows has the structure alone.
             text_grammars: Grammars of tools by name, as `Tool.text_grammar`.
 
         Raises:
@@ -127,7 +176,13 @@ class ChatFormat:
         """
         chosen, is_required = self._chosen(tools, choice)
         chosen = tuple(replace(tool, text_grammar=text_grammars.get(tool.name)) for tool in chosen)
-        thought, is_open = self._thinks(prompt)
+        thought, is_open = self._thinks(prompt, begun)
+        if begun and isinstance(self.syntax, Harmony):  # it goes on inside a channel, where no call can begin
+            if is_required:
+                raise ContractError("tool_choice: expected none or auto where a message of this model is continued")
+            return answer
+        if begun and not is_open and not is_required and not self.syntax.IS_SOUGHT:  # calls come first or never
+            return answer
         if not chosen and (answer is None or not (thought or isinstance(self.syntax, Harmony))):
             return answer
         rules = Rules()
@@ -135,19 +190,24 @@ class ChatFormat:
         asked = Asked(chosen, is_required, parallel, rule, thought, is_open)
         return rules.grammar(self.syntax.start(rules, asked))
 
-    def parser(self, tools: Sequence[Mapping[str, Any]] | None, prompt: str) -> MessageParser:
+    def parser(self, tools: Sequence[Mapping[str, Any]] | None, prompt: str, begun: str = "") -> MessageParser:
         """A parser of one message.
 
         Args:
             tools: Those that may be called; None or none where no calls are read.
             prompt: The rendered prompt.
+            begun: The part of the prompt that is the message itself.
         """
-        return MessageParser(
-            self.syntax, Asked(read_tools(tools), True, True, None, *self._thinks(prompt)), self._silent
-        )
+        thought, is_open = self._thinks(prompt, begun)
+        parser = MessageParser(self.syntax, Asked(read_tools(tools), True, True, None, thought, is_open), self._silent)
+        if begun:
+            parser.skip(begun if self._thought is None else self._thought.last_part(begun))
+        return parser
 
-    def _thinks(self, prompt: str) -> tuple[Thought | None, bool]:
+    def _thinks(self, prompt: str, begun: str = "") -> tuple[Thought | None, bool]:
         """The marks of a thought where the message may begin with one, and whether it begins inside it."""
+        if begun and self._thought is not None:  # a text that has begun is followed by no thought
+            return (self._thought, True) if self._thought.is_within(begun) else (None, False)
         if self._thought is None or self._thought.is_closed(prompt):
             return None, False
         return self._thought, self._thought.is_open(prompt)
@@ -174,6 +234,13 @@ class MessageParser:
         self._out = Outgoing({tool.name: tool for tool in asked.tools}, syntax.new_id)
         self._reading = syntax.read(self._text, self._out, asked, silent)
         self._is_done = False
+        self._skipped, self._calls = "", list[Delta]()
+
+    def skip(self, text: str) -> None:
+        """Reads the beginning of the message, whose text is told no more; a call that has begun is."""
+        self._calls = [each for each in self.push(text) if isinstance(each, CallStart | CallArguments)]
+        self._out.drop_space()
+        self._skipped = self._text.rest
 
     def push(self, text: str) -> list[Delta]:
         """The deltas that a piece of the text completes."""
@@ -193,4 +260,16 @@ class MessageParser:
                 next(self._reading)
             except StopIteration:
                 self._is_done = True
-        return self._out.drain()
+        deltas, self._calls = [*self._calls, *self._out.drain()], []
+        if deltas and self._skipped:  # it could have become a mark
+            first, skipped, self._skipped = deltas[0], self._skipped, ""
+            if isinstance(first, Content | Reasoning):
+                rest = first.text[_shared(first.text, skipped) :]
+                deltas[:1] = [replace(first, text=rest)] if rest else []
+        return deltas
+
+
+def _shared(first: str, second: str) -> int:
+    """The number of characters with which two texts both begin."""
+    pairs = zip(first, second, strict=False)
+    return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))

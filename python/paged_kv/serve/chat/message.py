@@ -201,6 +201,10 @@ class Outgoing:
         elif text:
             self._deltas.append(CallArguments(index, text))
 
+    def drop_space(self) -> None:
+        """Forgets white space that would be told with what follows, and keeps that of what follows."""
+        self._held, self._strips = "", False
+
     def finish(self) -> None:
         """Tells the white space at the end of the answer."""
         if self._kind is Content and self._held:
