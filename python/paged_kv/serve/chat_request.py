@@ -145,7 +145,7 @@ class Message:
             self.tokens += piece.tokens
             self.logprobs += zip(piece.tokens, piece.logprobs, strict=False)
             if piece.finish is not None:
-                deltas += self.parser.finish()
+                deltas += self.parser.finish(is_cut=piece.finish == "length")
                 self.finish = piece.finish
         for delta in deltas:
             if isinstance(delta, Content):

@@ -11,7 +11,7 @@ from paged_kv.arguments import printable, shown
 from paged_kv.errors import ContractError, ContractTypeError
 from paged_kv.serve.chat.deltas import CallStart
 from paged_kv.serve.chat.message import Incoming, Outgoing
-from paged_kv.serve.chat.syntaxes import SYNTAXES, Asked, Call, Syntax
+from paged_kv.serve.chat.syntaxes import SYNTAXES, Asked, Call, Generic, Syntax
 from paged_kv.serve.chat.template import Template
 from paged_kv.serve.chat.tools import Tool
 
@@ -62,12 +62,20 @@ def read_habits(template: Template) -> Habits:
 
 
 def choose_syntax(template: Template, habits: Habits) -> Syntax:
-    """The syntax of a template's calls; `Syntax` itself where it is not known here."""
+    """The syntax of a template's calls; the generic one where it is not known here."""
     for each in SYNTAXES:
         syntax = each(template.text)
         if each.is_of(template.text) and (habits.text is None or not each.IS_SOUGHT or habits.has_call_of(syntax)):
             return syntax
-    return Syntax(template.text)
+    return Generic(template.text, has_system=_takes_system(template))
+
+
+def _takes_system(template: Template) -> bool:
+    messages = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "text"}]
+    try:
+        return _PROBE in template.render(messages, add_generation_prompt=True)
+    except ContractError:
+        return False
 
 
 def read_messages(
@@ -102,7 +110,7 @@ def _message(place: str, given: Any, template: Template, syntax: Syntax, habits:
     if not calls:
         return message
     made = [_call(f"{place}.tool_calls[{at}]", call) for at, call in enumerate(calls)]
-    if habits.text is not None or type(syntax) is Syntax:
+    if habits.text is not None and not isinstance(syntax, Generic):
         message["tool_calls"] = [_as_made(call, habits.as_objects) for call in made]
     else:
         message["content"] += syntax.write(made)

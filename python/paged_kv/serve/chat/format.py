@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from paged_kv.checkpoint.source import Source
 from paged_kv.engine.tokenizer import Tokenizer
-from paged_kv.errors import CheckpointError, ContractError
+from paged_kv.errors import CheckpointError
+from paged_kv.serve.chat.argument_checks import log_misfit
 from paged_kv.serve.chat.conversation import choose_syntax, read_habits, read_messages
-from paged_kv.serve.chat.deltas import Delta
+from paged_kv.serve.chat.deltas import CallArguments, CallStart, Content, Delta
 from paged_kv.serve.chat.grammar import Rules
 from paged_kv.serve.chat.message import Incoming, Outgoing
 from paged_kv.serve.chat.syntaxes import Asked, Syntax
@@ -17,7 +19,7 @@ from paged_kv.serve.chat.syntaxes.harmony import Harmony
 from paged_kv.serve.chat.template import Template
 from paged_kv.serve.chat.template_files import DEFAULT, TOOL_USE, read_names, read_templates
 from paged_kv.serve.chat.thoughts import Thought, read_thought
-from paged_kv.serve.chat.tools import Tool, chosen_tools, read_tools
+from paged_kv.serve.chat.tools import Tool, chosen_tools, hold, read_tools
 from paged_kv.structured_output import Structure
 
 
@@ -70,6 +72,7 @@ class ChatFormat:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
+        /,
         **template_kwargs: Any,
     ) -> str:
         """The prompt of a conversation, up to where the model's message begins.
@@ -85,15 +88,17 @@ class ChatFormat:
         template = self._with_tools if tools else self._default
         read = read_messages(messages, tools, template, self.syntax, self._habits)
         return template.render(
-            read, list(tools) if tools else None, **{"add_generation_prompt": True} | template_kwargs
+            read,
+            list(tools) if tools and not self.syntax.HIDES_TOOLS else None,
+            **{"add_generation_prompt": True} | template_kwargs,
         )
 
     def check_tools(self, tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> None:
         """Refuses tools and a `tool_choice` that the model cannot be held to.
 
         Raises:
-            ContractTypeError, ContractError: a tool or the choice is wrong, or the syntax of the model's calls is not
-                known.
+            ContractTypeError, ContractError: a tool or the choice is wrong, or the schema of a strict tool cannot be
+                enforced.
         """
         self._chosen(tools, choice)
 
@@ -112,7 +117,7 @@ class ChatFormat:
         Args:
             tools: The request's tools.
             choice: "none", "auto", "required" or `{"name": ...}`.
-            parallel: Whether several calls may be made.
+            parallel: Whether several calls may be made; a named tool is called once all the same.
             answer: What the answer must be where it is no call.
             prompt: The rendered prompt, which may end inside a thought, or after one.
 
@@ -125,6 +130,7 @@ class ChatFormat:
             return answer
         rules = Rules()
         rule = None if answer is None else rules.structure(answer)
+        parallel = parallel and not isinstance(choice, Mapping)  # a named tool is called once
         asked = Asked(chosen, is_required, parallel, rule, thought, is_open)
         return rules.grammar(self.syntax.start(rules, asked))
 
@@ -135,9 +141,8 @@ class ChatFormat:
             tools: Those that may be called; None or none where no calls are read.
             prompt: The rendered prompt.
         """
-        return MessageParser(
-            self.syntax, Asked(read_tools(tools), True, True, None, *self._thinks(prompt)), self._silent
-        )
+        read = hold(tuple(replace(tool, is_strict=False) for tool in read_tools(tools)), self.syntax)
+        return MessageParser(self.syntax, Asked(read, True, True, None, *self._thinks(prompt)), self._silent)
 
     def _thinks(self, prompt: str) -> tuple[Thought | None, bool]:
         """The marks of a thought where the message may begin with one, and whether it begins inside it."""
@@ -147,10 +152,7 @@ class ChatFormat:
 
     def _chosen(self, tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> tuple[tuple[Tool, ...], bool]:
         chosen, is_required = chosen_tools(read_tools(tools), choice)
-        if chosen and type(self.syntax) is Syntax:
-            raise ContractError("tools: this model's chat template has no calls of tools in a known syntax")
-        self.syntax.check(chosen)
-        return chosen, is_required
+        return hold(chosen, self.syntax), is_required
 
 
 class MessageParser:
@@ -167,17 +169,29 @@ class MessageParser:
         self._out = Outgoing({tool.name: tool for tool in asked.tools}, syntax.new_id)
         self._reading = syntax.read(self._text, self._out, asked, silent)
         self._is_done = False
+        self._calls: list[list[str]] = []
 
     def push(self, text: str) -> list[Delta]:
         """The deltas that a piece of the text completes."""
         self._text.text += text
         return self._read()
 
-    def finish(self) -> list[Delta]:
-        """The deltas at the text's end."""
-        self._text.ended = True
+    def finish(self, *, is_cut: bool = False) -> list[Delta]:
+        """The deltas at the text's end; calls are then checked against their whole schemas.
+
+        Args:
+            is_cut: Whether the text ended because no token was left: what is then the beginning of a mark or of a
+                call is no content.
+        """
+        self._text.ended, self._text.is_cut = True, is_cut
+        had_calls = self._out.has_calls
         deltas = self._read()
+        if is_cut and had_calls:  # nothing but a mark that is not whole is held back until here
+            deltas = [delta for delta in deltas if not isinstance(delta, Content)]
         self._out.finish()
+        if not is_cut:
+            for name, arguments in self._calls:
+                log_misfit(name, arguments, self._out.tools[name].schema)
         return deltas + self._out.drain()
 
     def _read(self) -> list[Delta]:
@@ -186,4 +200,10 @@ class MessageParser:
                 next(self._reading)
             except StopIteration:
                 self._is_done = True
-        return self._out.drain()
+        deltas = self._out.drain()
+        for delta in deltas:
+            if isinstance(delta, CallStart):
+                self._calls.append([delta.name, ""])
+            elif isinstance(delta, CallArguments):
+                self._calls[delta.index][1] += delta.text
+        return deltas

@@ -10,6 +10,8 @@ from paged_kv.errors import ContractError
 from paged_kv.serve.chat.grammar import regex
 
 _KINDS = ("string", "integer", "number", "boolean", "null", "array", "object")
+_MOST_PARTS = 20_000
+"""Parts of a schema that are looked at, at most: references may name one part many times."""
 _MOST_DEPTH = 32
 """The deepest schema that is followed; one that refers to itself has no end."""
 
@@ -22,12 +24,16 @@ class Schema:
         root: The whole one, to which its references lead.
 
     Raises:
-        ContractError: it is too deep, or a reference leads nowhere.
+        ContractError: it is too deep or too large, or a reference leads nowhere.
     """
 
-    def __init__(self, node: Any, root: Mapping[str, Any] | None = None, depth: int = 0) -> None:
+    def __init__(
+        self, node: Any, root: Mapping[str, Any] | None = None, depth: int = 0, count: list[int] | None = None
+    ) -> None:
         self._root, self._depth = node if root is None else root, depth
-        if depth > _MOST_DEPTH:
+        self._count = [0] if count is None else count
+        self._count[0] += 1
+        if depth > _MOST_DEPTH or self._count[0] > _MOST_PARTS:
             raise ContractError(f"tools: a schema of parameters is more than {_MOST_DEPTH} deep, or refers to itself")
         self.node: dict[str, Any] = dict(node) if isinstance(node, Mapping) else {}
         if isinstance(self.node.get("$ref"), str):
@@ -98,7 +104,7 @@ class Schema:
         return patterns or [regex(r"(.|\n)*")]
 
     def _below(self, node: Any) -> Schema:
-        return Schema(node, self._root, self._depth + 1)
+        return Schema(node, self._root, self._depth + 1, self._count)
 
     def _found(self, reference: str) -> Any:
         place: Any = self._root

@@ -3,18 +3,43 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 from paged_kv.arguments import shown
 from paged_kv.errors import ContractError, ContractTypeError
+from paged_kv.json_schemas import close
+from paged_kv.structure_trials import examine
 from paged_kv.structured_output import JsonSchema
 
+if TYPE_CHECKING:
+    from paged_kv.serve.chat.syntaxes import Syntax
+
+logger = logging.getLogger("paged_kv.serve")
+
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
-_OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref", "if")
-"""Keywords by which a schema limits further properties itself."""
+
+
+class ToolSchemaError(ContractError):
+    """The schema of a tool's arguments cannot be enforced, and the request demands that it is.
+
+    Args:
+        index: The tool's place in the request.
+        problem: The reason, with the tool's name and the place in the schema.
+    """
+
+    def __init__(self, index: int, problem: str) -> None:
+        super().__init__(f"tools[{index}].function.parameters: {problem}")
+        self.index, self.problem = index, problem
+
+    @property
+    def param(self) -> str:
+        """The field of the request."""
+        return f"tools[{self.index}].function.parameters"
 
 
 @dataclass(frozen=True)
@@ -23,8 +48,18 @@ class Tool:
 
     name: str
     parameters: dict[str, Any]
-    """The schema of its arguments, an object. Where it names its properties and says nothing of others, there are no
-    others."""
+    """The schema that its arguments are held to, an object. Where it names properties and says nothing of others,
+    there are no others."""
+    schema: Mapping[str, Any] = field(default_factory=dict)
+    """The schema as the request has it: all of it is checked once a call was read."""
+    is_strict: bool = False
+    """True if all of the schema must be enforced."""
+    index: int = 0
+    """Its place in the request."""
+
+    def held_by(self, parameters: dict[str, Any]) -> Tool:
+        """The same tool, whose arguments are held to another schema."""
+        return replace(self, parameters={"type": "object"} | parameters)
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
@@ -51,7 +86,9 @@ def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
             )
         if name in found:
             raise ContractError(f"tools[{at}]: a second function is called {name!r}")
-        found[name] = Tool(name, _parameters(f"tools[{at}] ({name})", function.get("parameters")))
+        schema = _parameters(f"tools[{at}] ({name})", function.get("parameters"))
+        parameters = {"additionalProperties": False} | schema if function.get("parameters") is None else close(schema)
+        found[name] = Tool(name, parameters, schema, function.get("strict") is True, at)
     return tuple(found.values())
 
 
@@ -94,6 +131,42 @@ def _parameters(place: str, parameters: Any) -> dict[str, Any]:
         raise ContractError(f"{place}: parameters: {error}") from None
     if schema.setdefault("type", "object") != "object":
         raise ContractError(f"{place}: parameters describe {shown(schema['type'])}; they must be an object")
-    if parameters is None or (schema.get("properties") and not any(name in schema for name in _OPEN)):
-        schema["additionalProperties"] = False
     return schema
+
+
+def hold(tools: tuple[Tool, ...], syntax: Syntax) -> tuple[Tool, ...]:
+    """The tools with schemas to which a model's calls can be held: what cannot be enforced is taken from those that
+    are not strict. Each that changes is named in the log, once.
+
+    Raises:
+        ToolSchemaError: a tool is strict, and its schema cannot be enforced.
+        ContractError: no process can be started to try a schema.
+    """
+    texts = [json.dumps(tool.parameters, ensure_ascii=False) for tool in tools]
+    verdicts = examine(texts)
+    held = []
+    for tool, text, verdict in zip(tools, texts, verdicts, strict=True):
+        if verdict.problems and tool.schema != tool.parameters:
+            # That its objects were closed may be the problem.
+            open_text = json.dumps(tool.schema, ensure_ascii=False)
+            opened = examine([open_text])[0]
+            text, verdict = (text, verdict) if opened.problems else (open_text, opened)
+        tool = tool.held_by(json.loads(verdict.schema))
+        problem = verdict.problems[0] if verdict.problems else syntax.problem(tool.parameters)
+        if problem and tool.is_strict:
+            raise ToolSchemaError(
+                tool.index, f"expected a schema that can be enforced, as {tool.name!r} is strict, got {problem}"
+            )
+        if problem:
+            _log_once(tool.name, str(problem), len(verdict.problems) or 1)
+            tool = tool.held_by(syntax.relaxed(tool.parameters))
+        held.append(tool)
+    return tuple(held)
+
+
+@lru_cache(1024)
+def _log_once(name: str, problem: str, count: int) -> None:
+    further = f", and {count - 1} further parts" if count > 1 else ""
+    logger.warning(
+        "tool %r: its schema is not enforced at %s%s; its calls are checked when they are read", name, problem, further
+    )
