@@ -16,10 +16,11 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from paged_kv.arguments import printable
-from paged_kv.errors import ContractError
+from paged_kv.errors import ContractError, ToolchainError
 from paged_kv.json_schemas import Problem, by_itself, parts, relax, without
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ _WIDE = 64
 """Properties or alternatives from which on a part of a schema is tried alone."""
 _MOST_TRIED = 32
 """Parts of a schema at most that are tried alone."""
+_OLDEST = (1, 9)
+"""The version of llguidance from which `_WHITESPACE` holds."""
 _WHITESPACE = "( |\\n[ \\t]{0,20})?"
 _MOST_PATTERN = 1024
 """Characters at most of a pattern that values are checked against."""
@@ -61,11 +64,29 @@ class Verdict:
     """The parts that were taken from it; none where all of it can be enforced."""
 
 
+def library() -> Any:
+    """The module llguidance.
+
+    Raises:
+        ToolchainError: it is not installed, or older than 1.9.
+    """
+    try:
+        installed = version("llguidance")
+        import llguidance
+    except ImportError:  # which a missing distribution is, too
+        installed = ""
+    if not installed or tuple(map(int, installed.split(".")[:2])) < _OLDEST:
+        found = f"{installed} is" if installed else "none is"
+        raise ToolchainError(f"structured_output: it needs llguidance 1.9 or later, and {found} installed")
+    return llguidance
+
+
 def limits() -> LLParserLimits:
     """The bounds of llguidance's work."""
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(max_lexer_states=_MOST_STATES, max_items_in_row=_MOST_ITEMS, verbose_errors=False)
+    bounds: LLParserLimits = library().LLParserLimits(
+        max_lexer_states=_MOST_STATES, max_items_in_row=_MOST_ITEMS, verbose_errors=False
+    )
+    return bounds
 
 
 def with_guidance(schema: str) -> str:
@@ -89,7 +110,8 @@ def problem_of_matcher(matcher: LLMatcher) -> str:
 
 
 def refusal(kind: str, text: str, seconds: int) -> str:
-    """The reason not to use a structure, found in bounded time, memory and stack, or "". Refusals are remembered.
+    """The reason not to use a structure with its place, found in bounded time, memory and stack, or "". Both are
+    remembered.
 
     Args:
         kind: "json_schema", "regex" or "lark".
@@ -98,7 +120,9 @@ def refusal(kind: str, text: str, seconds: int) -> str:
 
     Raises:
         ContractError: no process can be started to try it.
+        ToolchainError: as `library`.
     """
+    library()
     if kind != "json_schema":
         return _refusal(kind, text, seconds)
     verdict = examine([text], seconds)[0]
@@ -126,7 +150,9 @@ def examine(schemas: Sequence[str], seconds: int = SECONDS) -> list[Verdict]:
 
     Raises:
         ContractError: no process can be started to try them.
+        ToolchainError: as `library`.
     """
+    library()
     with _lock:
         verdicts = {text: _verdicts[text, seconds] for text in schemas if (text, seconds) in _verdicts}
     new = dict.fromkeys(text for text in schemas if text not in verdicts)

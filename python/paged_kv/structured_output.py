@@ -12,7 +12,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import version
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
@@ -22,7 +21,7 @@ import numpy.typing as npt
 from paged_kv.arguments import printable, shown
 from paged_kv.errors import ContractError, ContractTypeError, ToolchainError
 from paged_kv.json_schemas import parts
-from paged_kv.structure_trials import SECONDS, limits, problem_of_matcher, refusal, with_guidance
+from paged_kv.structure_trials import SECONDS, library, limits, problem_of_matcher, refusal, with_guidance
 
 if TYPE_CHECKING:
     import tokenizers
@@ -36,8 +35,6 @@ MOST_DEPTH = 64
 """The deepest nesting of objects and arrays within a schema."""
 MOST_PATTERNS = 32
 """The most `patternProperties` of a schema: llguidance proves each pair of them disjoint, 4,000 take minutes."""
-_OLDEST = (1, 9)
-"""The version of llguidance from which our white space between tokens of JSON holds."""
 _END = "<|paged-kv: the end of a structure|>"
 """A token that is added to the vocabulary that llguidance sees: where it may come, the structure may end."""
 
@@ -144,14 +141,7 @@ class StructureCompiler:
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, seconds: int = SECONDS) -> None:
-        try:
-            installed = version("llguidance")
-            import llguidance
-        except ImportError:  # which a missing distribution is, too
-            installed = ""
-        if not installed or tuple(map(int, installed.split(".")[:2])) < _OLDEST:
-            found = f"{installed} is" if installed else "none is"
-            raise ToolchainError(f"structured_output: it needs llguidance 1.9 or later, and {found} installed")
+        llguidance = library()
         self._library, self._seconds = llguidance, seconds
         self._limits = limits()
         ended = type(tokenizer).from_str(tokenizer.to_str())
@@ -183,10 +173,8 @@ class StructureCompiler:
         Raises:
             ContractError: it cannot be compiled, or no text has it; the message says where, for a schema as a pointer.
         """
-        kind, text = _grammar(structure)
-        tried = str(structure.schema) if isinstance(structure, JsonSchema) else text
-        if problem := refusal(kind, tried, self._seconds):
-            raise ContractError(f"structured_output: the {structure.KIND} cannot be compiled{problem}")
+        if problem := problem_of(structure, self._seconds):
+            raise ContractError(f"structured_output: {problem}")
         matcher = self._matcher(_grammar(structure, self._special(structure)), self._tokens)
         problem = problem_of_matcher(matcher)
         if not problem:
@@ -285,6 +273,19 @@ class StructureState:
     def is_whole(self) -> bool:
         """Return whether the text that was shown has the structure, from beginning to end."""
         return self._compiled.compiler.accepts(self._compiled.structure, self._text)
+
+
+def problem_of(structure: Structure, seconds: int = SECONDS) -> str:
+    """The reason why a structure cannot be compiled or followed, whatever the vocabulary; "" where it can. It is found
+    within bounds and remembered.
+
+    Raises:
+        ContractError: no process can be started to try it.
+        ToolchainError: as `StructureCompiler`.
+    """
+    kind, text = _grammar(structure)
+    problem = refusal(kind, str(structure.schema) if isinstance(structure, JsonSchema) else text, seconds)
+    return f"the {structure.KIND} cannot be compiled{problem}" if problem else ""
 
 
 def _grammar(structure: Structure, special: Mapping[str, int] = MappingProxyType({})) -> tuple[str, str]:

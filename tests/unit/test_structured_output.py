@@ -259,7 +259,7 @@ def test_without_the_library_or_a_tokenizer_of_that_kind(tokenizer, monkeypatch)
 
 def test_an_older_library_has_other_rules_for_white_space(tokenizer, monkeypatch):
     """Its 1.7 is what vLLM's build for CPUs wants."""
-    monkeypatch.setattr("paged_kv.structured_output.version", lambda _: "1.7.6")
+    monkeypatch.setattr("paged_kv.structure_trials.version", lambda _: "1.7.6")
     with pytest.raises(ToolchainError, match=r"llguidance 1\.9 or later, and 1\.7\.6 is installed"):
         StructureCompiler(tokenizer._tokenizer)
 

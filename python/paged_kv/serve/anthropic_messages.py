@@ -61,7 +61,7 @@ def _conversation(body: Fields, model: ServedModel) -> Conversation:
         template["enable_thinking"] = thinking.choice("type", ("enabled", "adaptive", "disabled")) != "disabled"
     thinking.ignore(("budget_tokens", "display"))
     thinking.end()
-    return Conversation(chat_format(model), messages, tools, choice, parallel, template)
+    return Conversation(chat_format(model), messages, tools, choice, parallel, template, "input_schema")
 
 
 def _messages(given: Fields) -> list[dict[str, Any]]:

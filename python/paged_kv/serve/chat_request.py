@@ -12,8 +12,9 @@ from paged_kv.engine.sampling import Logprobs
 from paged_kv.errors import ContractError
 from paged_kv.serve.backend import Job, Piece
 from paged_kv.serve.chat import CallStart, ChatFormat, Content, Delta, MessageParser, Reasoning
+from paged_kv.serve.chat.tools import ToolSchemaError
 from paged_kv.serve.exchange import Event, Exchange
-from paged_kv.serve.fields import Fields
+from paged_kv.serve.fields import FieldError, Fields
 from paged_kv.serve.sampling import read_max_tokens, read_sampling
 from paged_kv.serve.served_model import ServedModel
 from paged_kv.structured_output import Structure
@@ -31,6 +32,8 @@ class Conversation:
     parallel: bool = True
     template: Mapping[str, Any] = field(default_factory=dict)
     """Further values for the template."""
+    schema_field: str = "function.parameters"
+    """The field of a tool that has the schema of its arguments, as the route calls it."""
 
     def prompt(self) -> str:
         """The text that the model goes on with. Raises ContractError where the template refuses it."""
@@ -40,7 +43,10 @@ class Conversation:
 
     def structure(self, prompt: str, answer: Structure | None) -> Structure | None:
         """Return what the answer to a prompt must be; `answer` where it is no call. Raises ContractError."""
-        return self.format.structure(self.tools, self.choice, self.parallel, answer, prompt)
+        try:
+            return self.format.structure(self.tools, self.choice, self.parallel, answer, prompt)
+        except ToolSchemaError as error:
+            raise FieldError(f"tools[{error.index}].{self.schema_field}", error.problem) from None
 
     def parser(self, prompt: str) -> MessageParser:
         """Reads the answer to a prompt."""
@@ -84,9 +90,11 @@ class Conversation:
 
 def read_tool(given: Fields, schema: Fields, ignored: Collection[str]) -> dict[str, Any]:
     """A function that may be called, whose fields are those of an object itself; `schema` is of its arguments."""
-    function = {"name": given.text("name"), "parameters": schema.raw()}
+    function: dict[str, Any] = {"name": given.text("name"), "parameters": schema.raw()}
     if "description" in given:
         function["description"] = given.text("description")
+    if given.flag("strict", False):
+        function["strict"] = True
     given.ignore(ignored)
     given.end()
     return {"type": "function", "function": function}

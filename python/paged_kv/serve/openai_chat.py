@@ -16,6 +16,16 @@ from paged_kv.serve.openai_completions import MOST_SAMPLES
 from paged_kv.serve.sampling import MOST_LOGPROBS, read_structure
 from paged_kv.serve.served_model import ServedModel
 
+_OWN_VALUES = (
+    "messages",
+    "tools",
+    "self",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "tokenize",
+)
+"""Names of what transformers' `apply_chat_template` and the server take themselves."""
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -61,7 +71,7 @@ def read_conversation(body: Fields, model: ServedModel) -> Conversation:
     if not messages:
         raise body.error("messages", "must be a list of at least one message")
     tools = [each.raw() for each in body.objects("tools")] or None
-    template = dict(body.object("chat_template_kwargs", None).raw())
+    template = _template_values(body.object("chat_template_kwargs", None))
     if "reasoning_effort" in body:
         template["reasoning_effort"] = body.text("reasoning_effort")
     if not body.flag("add_generation_prompt", True):
@@ -74,6 +84,14 @@ def read_conversation(body: Fields, model: ServedModel) -> Conversation:
         body.flag("parallel_tool_calls", True),
         template,
     )
+
+
+def _template_values(given: Fields) -> dict[str, Any]:
+    """Further values for the template, other than those that a request has fields for."""
+    for name in _OWN_VALUES:
+        if name in given:
+            raise given.error(name, "is no value of the template that a request may set")
+    return dict(given.raw())
 
 
 def _message(given: Fields) -> dict[str, Any]:

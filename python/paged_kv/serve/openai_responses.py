@@ -11,6 +11,7 @@ from paged_kv.serve.chat import MessageParser
 from paged_kv.serve.chat_request import Block, BlockExchange, Conversation, chat_format, read_choice, read_tool
 from paged_kv.serve.exchange import Event
 from paged_kv.serve.fields import Fields
+from paged_kv.serve.sampling import check_structure, read_schema
 from paged_kv.serve.served_model import ServedModel
 from paged_kv.structured_output import JsonSchema, Structure
 
@@ -75,7 +76,7 @@ def _conversation(body: Fields, model: ServedModel) -> Conversation:
     reasoning.ignore(("summary", "generate_summary"))
     reasoning.end()
     parallel = body.flag("parallel_tool_calls", True)
-    return Conversation(chat_format(model), messages, tools, choice, parallel, template)
+    return Conversation(chat_format(model), messages, tools, choice, parallel, template, "parameters")
 
 
 def _add_item(messages: list[dict[str, Any]], item: Fields) -> None:
@@ -124,7 +125,8 @@ def _structure(body: Fields) -> Structure | None:
         structure = JsonSchema({"type": "object"})
     elif kind == "json_schema":
         given.ignore(("name", "description", "strict"))
-        structure = JsonSchema(given.any("schema"))
+        structure = read_schema(given, "schema")
+        check_structure(given.path("schema"), structure)
     given.end()
     text.ignore(("verbosity",))
     text.end()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 from typing import Any
@@ -215,7 +215,9 @@ def _compares(holds: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
     return lambda value, wanted: not (_is_number(value) and _is_number(wanted)) or holds(value, wanted)
 
 
-def _sized(kind: type, holds: Callable[[int, Any], bool]) -> Callable[[Any, Any], bool]:
+def _sized(
+    kind: type[str | list[Any] | dict[str, Any]], holds: Callable[[int, Any], bool]
+) -> Callable[[Any, Any], bool]:
     return lambda value, wanted: not (isinstance(value, kind) and _is_number(wanted)) or holds(len(value), wanted)
 
 

@@ -91,11 +91,15 @@ def read_messages(
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise ContractTypeError(f"messages must be a list of messages, not {shown(messages)}")
-    read = [_message(f"messages[{at}]", message, template, syntax, habits) for at, message in enumerate(messages)]
-    return syntax.adapt(read, tools)
+    # Where calls are asked for in another syntax than the template's, it sees none of its own.
+    is_native = habits.text is not None and not (tools and isinstance(syntax, Generic))
+    as_objects = habits.as_objects if is_native else None
+    read = [_message(f"messages[{at}]", message, template, syntax, as_objects) for at, message in enumerate(messages)]
+    return read if is_native and isinstance(syntax, Generic) else syntax.adapt(read, tools)
 
 
-def _message(place: str, given: Any, template: Template, syntax: Syntax, habits: Habits) -> dict[str, Any]:
+def _message(place: str, given: Any, template: Template, syntax: Syntax, as_objects: bool | None) -> dict[str, Any]:
+    """One message; `as_objects` is None where the template writes no calls."""
     if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
         raise ContractTypeError(f"{place}: a message has a role and a content, not {shown(given)}")
     message = {name: value for name, value in given.items() if value is not None}
@@ -110,8 +114,8 @@ def _message(place: str, given: Any, template: Template, syntax: Syntax, habits:
     if not calls:
         return message
     made = [_call(f"{place}.tool_calls[{at}]", call) for at, call in enumerate(calls)]
-    if habits.text is not None and not isinstance(syntax, Generic):
-        message["tool_calls"] = [_as_made(call, habits.as_objects) for call in made]
+    if as_objects is not None:
+        message["tool_calls"] = [_as_made(call, as_objects) for call in made]
     else:
         message["content"] += syntax.write(made)
     return message

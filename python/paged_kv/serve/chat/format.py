@@ -13,14 +13,15 @@ from paged_kv.serve.chat.argument_checks import log_misfit
 from paged_kv.serve.chat.conversation import choose_syntax, read_habits, read_messages
 from paged_kv.serve.chat.deltas import CallArguments, CallStart, Content, Delta
 from paged_kv.serve.chat.grammar import Rules
+from paged_kv.serve.chat.holding import held_together, hold
 from paged_kv.serve.chat.message import Incoming, Outgoing
 from paged_kv.serve.chat.syntaxes import Asked, Syntax
 from paged_kv.serve.chat.syntaxes.harmony import Harmony
 from paged_kv.serve.chat.template import Template
 from paged_kv.serve.chat.template_files import DEFAULT, TOOL_USE, read_names, read_templates
 from paged_kv.serve.chat.thoughts import Thought, read_thought
-from paged_kv.serve.chat.tools import Tool, chosen_tools, hold, read_tools
-from paged_kv.structured_output import Structure
+from paged_kv.serve.chat.tools import Tool, chosen_tools, read_tools
+from paged_kv.structured_output import Grammar, Structure
 
 
 class ChatFormat:
@@ -94,13 +95,12 @@ class ChatFormat:
         )
 
     def check_tools(self, tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> None:
-        """Refuses tools and a `tool_choice` that the model cannot be held to.
+        """Refuses malformed tools, and a `tool_choice` without its tool.
 
         Raises:
-            ContractTypeError, ContractError: a tool or the choice is wrong, or the schema of a strict tool cannot be
-                enforced.
+            ContractTypeError, ContractError: a tool or the choice is wrong.
         """
-        self._chosen(tools, choice)
+        chosen_tools(read_tools(tools), choice)
 
     def structure(
         self,
@@ -123,16 +123,22 @@ class ChatFormat:
 
         Raises:
             ContractTypeError, ContractError: as `check_tools`.
+            ToolSchemaError: the schema of a strict tool cannot be enforced.
         """
-        chosen, is_required = self._chosen(tools, choice)
+        chosen, is_required = chosen_tools(read_tools(tools), choice)
+        chosen = hold(chosen, self.syntax)
         thought, is_open = self._thinks(prompt)
         if not chosen and (answer is None or not (thought or isinstance(self.syntax, Harmony))):
             return answer
-        rules = Rules()
-        rule = None if answer is None else rules.structure(answer)
         parallel = parallel and not isinstance(choice, Mapping)  # a named tool is called once
-        asked = Asked(chosen, is_required, parallel, rule, thought, is_open)
-        return rules.grammar(self.syntax.start(rules, asked))
+
+        def grammar(some: Sequence[Tool]) -> Grammar:
+            rules = Rules()
+            rule = None if answer is None else rules.structure(answer)
+            asked = Asked(tuple(some), is_required, parallel, rule, thought, is_open)
+            return rules.grammar(self.syntax.start(rules, asked))
+
+        return held_together(chosen, grammar)
 
     def parser(self, tools: Sequence[Mapping[str, Any]] | None, prompt: str) -> MessageParser:
         """A parser of one message.
@@ -149,10 +155,6 @@ class ChatFormat:
         if self._thought is None or self._thought.is_closed(prompt):
             return None, False
         return self._thought, self._thought.is_open(prompt)
-
-    def _chosen(self, tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> tuple[tuple[Tool, ...], bool]:
-        chosen, is_required = chosen_tools(read_tools(tools), choice)
-        return hold(chosen, self.syntax), is_required
 
 
 class MessageParser:

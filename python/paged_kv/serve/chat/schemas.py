@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -43,12 +44,14 @@ class Schema:
     @cached_property
     def properties(self) -> dict[str, Schema]:
         """The schemas of an object's properties."""
-        return {name: self._below(each) for name, each in (self.node.get("properties") or {}).items()}
+        properties = self.node.get("properties")
+        return {name: self._below(each) for name, each in properties.items()} if isinstance(properties, dict) else {}
 
     @property
     def required(self) -> frozenset[str]:
         """The names of properties that an object must have."""
-        return frozenset(self.node.get("required") or ())
+        required = self.node.get("required")
+        return frozenset(required) if isinstance(required, list) else frozenset()
 
     @property
     def items(self) -> Schema:
@@ -76,11 +79,16 @@ class Schema:
         """The types of JSON that a value may have; an integer is a number too."""
         if self.values is not None:
             return frozenset(kind_of(value) for value in self.values)
-        given = self.node.get("type")
+        given: Any = self.node.get("type")
         kinds = frozenset([given] if isinstance(given, str) else given or _KINDS)
         if self.alternatives:
             kinds &= frozenset().union(*(each.kinds for each in self.alternatives))
         return kinds | {"integer"} if "number" in kinds else kinds
+
+    @property
+    def key(self) -> str:
+        """The schema as a text, which equal parts of one schema share."""
+        return f"{id(self._root)} {json.dumps(self.node)}"
 
     @property
     def whole(self) -> dict[str, Any]:
@@ -92,7 +100,8 @@ class Schema:
     def text_patterns(self) -> list[str]:
         """Regular expressions, in a grammar, that a string has to match, each as a whole."""
         patterns = []
-        least, most = self.node.get("minLength", 0), self.node.get("maxLength", "")
+        least, most = int(self.node.get("minLength", 0)), self.node.get("maxLength", "")
+        most = most if most == "" else int(most)
         if least or most != "":
             patterns.append(regex(rf"(.|\n){{{least},{most}}}"))
         if isinstance(self.node.get("pattern"), str):

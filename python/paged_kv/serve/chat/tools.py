@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paged_kv.arguments import shown
 from paged_kv.errors import ContractError, ContractTypeError
 from paged_kv.json_schemas import close
-from paged_kv.structure_trials import examine
 from paged_kv.structured_output import JsonSchema
-
-if TYPE_CHECKING:
-    from paged_kv.serve.chat.syntaxes import Syntax
-
-logger = logging.getLogger("paged_kv.serve")
 
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
@@ -28,18 +20,15 @@ class ToolSchemaError(ContractError):
     """The schema of a tool's arguments cannot be enforced, and the request demands that it is.
 
     Args:
-        index: The tool's place in the request.
-        problem: The reason, with the tool's name and the place in the schema.
+        tool: The tool.
+        problem: The place in the schema, and the reason.
     """
 
-    def __init__(self, index: int, problem: str) -> None:
-        super().__init__(f"tools[{index}].function.parameters: {problem}")
-        self.index, self.problem = index, problem
-
-    @property
-    def param(self) -> str:
-        """The field of the request."""
-        return f"tools[{self.index}].function.parameters"
+    def __init__(self, tool: Tool, problem: str) -> None:
+        self.index = tool.index
+        self.param = f"tools[{tool.index}].function.parameters"
+        self.problem = f"must be a schema that can be enforced, as {tool.name!r} is strict; it cannot at {problem}"
+        super().__init__(f"{self.param} {self.problem}")
 
 
 @dataclass(frozen=True)
@@ -132,41 +121,3 @@ def _parameters(place: str, parameters: Any) -> dict[str, Any]:
     if schema.setdefault("type", "object") != "object":
         raise ContractError(f"{place}: parameters describe {shown(schema['type'])}; they must be an object")
     return schema
-
-
-def hold(tools: tuple[Tool, ...], syntax: Syntax) -> tuple[Tool, ...]:
-    """The tools with schemas to which a model's calls can be held: what cannot be enforced is taken from those that
-    are not strict. Each that changes is named in the log, once.
-
-    Raises:
-        ToolSchemaError: a tool is strict, and its schema cannot be enforced.
-        ContractError: no process can be started to try a schema.
-    """
-    texts = [json.dumps(tool.parameters, ensure_ascii=False) for tool in tools]
-    verdicts = examine(texts)
-    held = []
-    for tool, text, verdict in zip(tools, texts, verdicts, strict=True):
-        if verdict.problems and tool.schema != tool.parameters:
-            # That its objects were closed may be the problem.
-            open_text = json.dumps(tool.schema, ensure_ascii=False)
-            opened = examine([open_text])[0]
-            text, verdict = (text, verdict) if opened.problems else (open_text, opened)
-        tool = tool.held_by(json.loads(verdict.schema))
-        problem = verdict.problems[0] if verdict.problems else syntax.problem(tool.parameters)
-        if problem and tool.is_strict:
-            raise ToolSchemaError(
-                tool.index, f"expected a schema that can be enforced, as {tool.name!r} is strict, got {problem}"
-            )
-        if problem:
-            _log_once(tool.name, str(problem), len(verdict.problems) or 1)
-            tool = tool.held_by(syntax.relaxed(tool.parameters))
-        held.append(tool)
-    return tuple(held)
-
-
-@lru_cache(1024)
-def _log_once(name: str, problem: str, count: int) -> None:
-    further = f", and {count - 1} further parts" if count > 1 else ""
-    logger.warning(
-        "tool %r: its schema is not enforced at %s%s; its calls are checked when they are read", name, problem, further
-    )
