@@ -94,6 +94,8 @@ def by_itself(schema: Any, pointer: str, without: str = "") -> dict[str, Any]:
         without: A keyword that the part then has not.
     """
     whole = deepcopy(schema)
+    if pointer != "#":
+        whole.pop("$schema", None)
     if without:
         drop(at(whole, pointer), without)
     for _, node in parts("#", whole):
@@ -162,10 +164,10 @@ def _drop_at(schema: dict[str, Any], pointer: str) -> None:
     holder, value = at(schema, above), at(schema, pointer)
     if isinstance(holder, list):
         holder[int(name)] = {}
-    elif value and any(node is value for _, node in parts("#", schema)):
-        holder[name] = {}
-    else:
+    elif any(node is holder for _, node in parts("#", schema)):
         drop(holder, name)
+    else:  # one of the schemas of a keyword
+        holder[name] = {}
     if isinstance(value, str):
         for _, node in parts("#", schema):
             if node.get(name) == value and name != "$ref":
@@ -184,7 +186,7 @@ def locate(schema: Any, problem: str, problem_of: ProblemOf, until: float) -> Pr
                 place, has_moved = pointer, True
                 break
     node = at(schema, place)
-    for keyword in _named(problem, node) or sorted(node if isinstance(node, dict) else (), key=_rank):
+    for keyword in sorted(node, key=lambda name: (_rank(name), f'"{name}"' not in problem)):
         if time.monotonic() > until:
             break
         if keyword not in ("$defs", "definitions") and not _same(
@@ -198,14 +200,10 @@ def _rank(keyword: str) -> int:
     return _STRUCTURAL.index(keyword) if keyword in _STRUCTURAL else -1
 
 
-def _named(problem: str, node: Any) -> list[str]:
-    """The keywords of a part that a problem names."""
-    return [name for name in node if f'"{name}"' in problem] if isinstance(node, dict) else []
-
-
 def _same(one: str, other: str) -> bool:
-    """Return whether two problems are one, whose numbers may differ."""
-    return re.sub(r"\d+", "0", one) == re.sub(r"\d+", "0", other)
+    """Return whether two problems are one, whose numbers and places may differ."""
+    one, other = (re.sub(r"\d+|/\$defs/whole", "", each) for each in (one, other))
+    return one == other
 
 
 _SAYS = ("additionalProperties", "patternProperties", "unevaluatedProperties")
