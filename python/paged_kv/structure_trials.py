@@ -300,13 +300,15 @@ def _first_problem(matcher: LLMatcher) -> str:
 
 def _walk(matcher: LLMatcher, chance: random.Random, *, is_plain: bool) -> str:
     """Follows a text by chance, or the plainest; the matcher's failure, or ""."""
-    for _ in range(_STEPS):
+    for step in range(_STEPS):
         mask = matcher.compute_bitmask()
         if matcher.is_error():
             return problem_of_matcher(matcher)
         allowed = [byte for byte in range(256) if mask[byte >> 3] >> (byte & 7) & 1]
         # White space and the ends of strings and values come by no choice: long texts are the hard ones.
         longer = [byte for byte in allowed if chr(byte) not in ' \n\t"\\]},'] or allowed
+        if not step and ord('"') in allowed:
+            longer = [ord('"')]  # of what may be a string or not, the string is the hard one
         if not longer or matcher.is_stopped():
             return ""
         matcher.consume_token(longer[-1] if is_plain else chance.choice(longer))

@@ -109,7 +109,7 @@ class Gemma(Syntax):
         return rules.rule(f'{rules.terminal(key)} ":" {value}')
 
     def _key(self, rules: Rules, name: str) -> str:
-        """The rule of a key, in quotes where it needs them."""
+        """The rule of a key and its colon."""
         return f"{literal_of(self, rules, name)} {literal(':')}" if not _KEY.fullmatch(name) else literal(name + ":")
 
     def _object(self, rules: Rules, schema: Schema) -> str:
@@ -212,18 +212,21 @@ class Gemma(Syntax):
         return True
 
     def write(self, calls: Sequence[Call]) -> str:
-        each = []
-        for call in calls:
-            members = ",".join(f"{key}:{self.written(value)}" for key, value in sorted(call.arguments.items()))
-            each.append(f"{self.OPENING}call:{call.name}{{{members}}}{self.CLOSING}")
-        return "".join(each)
+        return "".join(
+            f"{self.OPENING}call:{call.name}{self.written(dict(call.arguments))}{self.CLOSING}" for call in calls
+        )
+
+    def _quoted(self, key: str) -> str:
+        """A key, in quotes where it needs them."""
+        return key if _KEY.fullmatch(key) else self.written(key)
 
     def written(self, value: Any) -> str:
         """A value in this notation."""
         if isinstance(value, str):
             return f"{self.QUOTE}{value}{self.QUOTE}"
         if isinstance(value, dict):
-            return f"{{{','.join(f'{key}:{self.written(each)}' for key, each in sorted(value.items()))}}}"
+            members = ",".join(f"{self._quoted(key)}:{self.written(each)}" for key, each in sorted(value.items()))
+            return f"{{{members}}}"
         if isinstance(value, list):
             return f"[{','.join(self.written(each) for each in value)}]"
         return dumps(value)
