@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 from paged_kv.errors import ContractError
 from paged_kv.serve.chat.syntaxes import Syntax
@@ -24,15 +25,15 @@ def hold(tools: tuple[Tool, ...], syntax: Syntax) -> tuple[Tool, ...]:
         ToolSchemaError: a tool is strict, and its schema cannot be enforced.
         ContractError: no process can be started to try a schema.
     """
-    texts = [json.dumps(tool.parameters, ensure_ascii=False) for tool in tools]
-    verdicts = examine(texts)
+    verdicts = examine([_text(tool.parameters) for tool in tools])
+    # That its objects were closed may be the problem of one.
+    failed = [
+        at for at, verdict in enumerate(verdicts) if verdict.problems and tools[at].schema != tools[at].parameters
+    ]
+    for at, opened in zip(failed, examine([_text(tools[at].schema) for at in failed]), strict=True):
+        verdicts[at] = verdicts[at] if opened.problems else opened
     held = []
-    for tool, text, verdict in zip(tools, texts, verdicts, strict=True):
-        if verdict.problems and tool.schema != tool.parameters:
-            # That its objects were closed may be the problem.
-            open_text = json.dumps(tool.schema, ensure_ascii=False)
-            opened = examine([open_text])[0]
-            text, verdict = (text, verdict) if opened.problems else (open_text, opened)
+    for tool, verdict in zip(tools, verdicts, strict=True):
         tool = tool.held_by(json.loads(verdict.schema))
         problem = verdict.problems[0] if verdict.problems else syntax.problem(tool.parameters)
         if problem and tool.is_strict:
@@ -72,6 +73,10 @@ def held_together(tools: tuple[Tool, ...], grammar: Callable[[Sequence[Tool]], G
     if problem := problem_of(whole := grammar(loose)):
         raise ContractError(f"tools: the calls of {len(tools)} tools cannot be enforced: {problem}")
     return whole
+
+
+def _text(schema: Mapping[str, Any]) -> str:
+    return json.dumps(schema, ensure_ascii=False)
 
 
 @lru_cache(1024)
