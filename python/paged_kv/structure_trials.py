@@ -56,7 +56,7 @@ _LIMITS = "not within {seconds} s, 4 GiB of memory and 4 MiB of stack (a process
 
 @dataclass(frozen=True)
 class Verdict:
-    """What of a schema can be enforced."""
+    """The part of a schema that can be enforced."""
 
     schema: str
     """The schema, or one that accepts more."""
