@@ -162,7 +162,7 @@ def test_odd_schemas_refuse_no_request_and_let_what_fits_them_through(vocabulary
     for tool, (_, arguments, _) in zip(offered, ODD.values(), strict=True):
         text = chat.syntax.write([Call(tool["function"]["name"], arguments, "abcdefghi")])
         assert follows(vocabulary, compiled, text) == len(text.encode()), text
-        parser = chat.parser(offered, "")
+        parser = chat.parser([tool], "")
         deltas = parser.push(text) + parser.finish()
         assert sum(isinstance(each, CallStart) for each in deltas) == 1
         read = json.loads("".join(each.text for each in deltas if isinstance(each, CallArguments)))
