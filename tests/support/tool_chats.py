@@ -18,6 +18,8 @@ HERMES = """{%- if tools %}Tools: {% for tool in tools %}{{ tool | tojson }}
 </tool_call>
 {%- endfor %}
 {% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
+GENERIC = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+"""A template without tools."""
 THINKING = HERMES + "{# <think> </think> #}"
 WEATHER = {
     "type": "object",

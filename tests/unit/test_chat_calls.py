@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from paged_kv.errors import ContractError, ContractTypeError
 from paged_kv.serve.chat import CallArguments, CallStart, ChatFormat, Content, Reasoning
 from paged_kv.structured_output import JsonSchema, Regex, StructureCompiler
-from support.chats import NOW, SEND, TEMPLATES, TOOLS, WEATHER
+from support.chats import NOW, TEMPLATES, TOOLS
 from support.properties import examples
 
 ASKED = [{"role": "user", "content": "text"}]
@@ -257,13 +257,3 @@ REFUSED = [
 def test_wrong_tools_are_refused_by_name(tools, choice, error, words):
     with pytest.raises(error, match=words):
         made("hermes").check_tools(tools, choice)
-
-
-def test_what_a_model_cannot_be_held_to_is_refused():
-    plain = ChatFormat({"default": "{{ messages }}"}, {})
-    plain.check_tools([NOW], "none")
-    with pytest.raises(ContractError, match="no calls of tools in a known syntax"):
-        plain.check_tools([NOW], "auto")
-    tool = {"function": {"name": "a", "parameters": {"properties": {"b": {"not": {"type": "null"}}}}}}
-    with pytest.raises(ContractError, match="not in a schema of parameters cannot be held"):
-        made("gemma").check_tools([WEATHER, SEND, tool], "auto")

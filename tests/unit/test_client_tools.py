@@ -14,7 +14,7 @@ from paged_kv.engine.demo_model import FOLDER
 from paged_kv.engine.engine import Engine
 from paged_kv.engine.tokenizer import Tokenizer
 from paged_kv.serve.client_tools import TextInput
-from paged_kv.serve.fields import Fields
+from paged_kv.serve.fields import FieldError, Fields
 from paged_kv.serve.ignored import Ignored, UnknownParts
 from paged_kv.serve.openai_chat import read_chat
 from paged_kv.serve.openai_responses import read_response
@@ -22,7 +22,7 @@ from paged_kv.serve.served_model import ServedModel
 from support.fake_model import Nonsense
 from support.properties import examples
 from support.served import served
-from support.tool_chats import HERMES, scripted_without_compiler
+from support.tool_chats import GENERIC, HERMES, scripted_without_compiler
 
 PATCH = '*** Begin Patch\n+say("it")\\\n*** End Patch'
 GRAMMAR = 'start: "*** Begin Patch" /(.|\\n)*/'
@@ -170,3 +170,28 @@ def test_a_format_is_enforced(syntax, definition):
         for seed in range(3):
             _, answer = server.post("/v1/responses", body | {"seed": seed, "temperature": 1.5})
             assert re.fullmatch('[ab]{2}\n"[0-9]x?', answer["output"][0]["input"]), answer
+
+
+@pytest.mark.parametrize("name", ["edit", "say"])
+def test_a_tool_that_is_named_is_called_once_whatever_it_is(name):
+    inner = [{"type": "function", "name": "say"}]
+    tools = [{"type": "custom", "name": "edit"}, {"type": "namespace", "name": "box", "tools": inner}]
+    kind = "custom" if name == "edit" else "function"
+    body = {"input": "x", "tools": tools, "tool_choice": {"type": kind, "name": name}, "max_output_tokens": 400}
+    engine = Engine(Nonsense(4000), Tokenizer(FOLDER, load_config(FOLDER)), max_step_tokens=4096)
+    with served(engine, template=GENERIC, length=4096) as server:
+        _, answer = server.post("/v1/responses", body | {"seed": 1})
+    assert [(each["type"], each["name"]) for each in answer["output"]] == [(KINDS[kind], name)]
+
+
+KINDS = {"custom": "custom_tool_call", "function": "function_call"}
+
+
+def test_a_strict_schema_is_refused_by_the_client_s_path():
+    unlike = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    function = {"type": "function", "name": "f", "parameters": unlike, "strict": True}
+    tools = [{"type": "web_search"}, {"type": "namespace", "name": "box", "tools": [{"type": "mcp"}, function]}]
+    with pytest.raises(FieldError) as refused:
+        prompt(read_response, {"input": "x", "tools": tools})
+    assert refused.value.param == "tools[1].tools[1].parameters"
+    assert "'box.f' is strict; it cannot at #/properties/a/uniqueItems" in str(refused.value)

@@ -17,7 +17,7 @@ from paged_kv.serve.openai_responses import read_response
 from paged_kv.serve.served_model import ServedModel
 from paged_kv.structured_output import Grammar, StructureCompiler
 from support.chats import TEMPLATES
-from support.tool_chats import HERMES
+from support.tool_chats import GENERIC, HERMES
 
 
 @cache
@@ -83,9 +83,35 @@ def test_a_grammar_that_is_not_written_is_told_to_the_model_alone(part):
     assert ignored.paths == ["tools[0].format.definition"]
 
 
-@pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in ("qwen-coder", "gemma", "function-gemma")])
+NO_JSON = ("qwen-coder", "gemma", "function-gemma")
+
+
+@pytest.mark.parametrize("name", NO_JSON)
+def test_a_grammar_is_told_to_the_model_alone_where_calls_are_no_json(name):
+    ignored, model = Ignored(UnknownParts()), ServedModel(open_source(FOLDER), "demo", 4096, TEMPLATES[name])
+    form = {"type": "grammar", "syntax": "lark", "definition": LINES}
+    tools = [{"type": "custom", "name": "f", "format": form}, {"type": "custom", "name": "g"}]
+    (job,) = read_response(Fields({"input": "x", "tools": tools}, ignored=ignored), model).jobs
+    assert ignored.paths == ["tools[0].format.definition"]
+    assert "%lark" not in job.sampling.structured_output.lark
+
+
+@pytest.mark.parametrize(
+    ("syntax", "definition"), [("regex", "("), ("regex", "(?=x)x"), ("lark", "start: other\n"), ("lark", "")]
+)
+def test_a_format_that_cannot_be_compiled_is_told_to_the_model_alone(syntax, definition):
+    ignored, model = Ignored(UnknownParts()), ServedModel(open_source(FOLDER), "demo", 4096, HERMES)
+    tools = [{"type": "custom", "name": "f", "format": {"type": "grammar", "syntax": syntax, "definition": definition}}]
+    read_response(Fields({"input": "x", "tools": tools}, ignored=ignored), model)
+    assert ignored.paths == ["tools[0].format.definition"]
+
+
+@pytest.mark.parametrize("name", ["generic", *(name for name in TEMPLATES if name not in NO_JSON)])
 def test_calls_that_are_json_are_held_to_a_grammar(name):
-    chat, parameters = ChatFormat({"default": TEMPLATES[name]}, {}), {"properties": {"input": {"type": "string"}}}
+    chat, parameters = (
+        ChatFormat({"default": TEMPLATES.get(name, GENERIC)}, {}),
+        {"properties": {"input": {"type": "string"}}},
+    )
     tools = [{"type": "function", "function": {"name": "patch", "parameters": parameters}}]
     structure = chat.structure(tools, "required", False, None, "[assistant]", "", {"patch": in_json(LINES)})
     for text, is_right in (('*** Begin\n+"\n*** End {', True), ("*** Begin\n", False), ("x", False)):

@@ -10,12 +10,12 @@ from typing import Any
 from paged_kv.arguments import shown
 from paged_kv.serve.backend import Job
 from paged_kv.serve.chat_request import Block, BlockExchange, Conversation, Message, chat_format
-from paged_kv.serve.client_tools import read_function
+from paged_kv.serve.client_tools import ClientTools, read_function
 from paged_kv.serve.exchange import Event
 from paged_kv.serve.fields import Fields
-from paged_kv.serve.sampling import REFUSED, STRUCTURES
+from paged_kv.serve.sampling import REFUSED, STRUCTURES, check_structure, read_schema
 from paged_kv.serve.served_model import ServedModel
-from paged_kv.structured_output import JsonSchema, Structure
+from paged_kv.structured_output import Structure
 
 _HARMLESS = ("metadata", "service_tier", "context_management", "betas", "cache_control")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -62,7 +62,8 @@ def _structure(body: Fields) -> Structure | None:
     holder, name = named[0]
     given = holder.object(name)
     given.choice("type", ("json_schema",))
-    structure = JsonSchema(given.any("schema"))
+    structure = read_schema(given, "schema")
+    check_structure(given.path("schema"), structure)
     given.ignore(("name", "strict"))
     given.end()
     return structure
@@ -78,8 +79,11 @@ def _conversation(body: Fields, model: ServedModel) -> Conversation:
         raise body.error("messages", "must be a list of at least one message")
     for message in given:
         messages += _messages(message)
-    tools = [tool for each in body.objects("tools") if (tool := _tool(each)) is not None] or None
-    choice, parallel = _choice(body.object("tool_choice", None), [each["function"]["name"] for each in tools or ()])
+    tools = ClientTools()
+    for each in body.objects("tools"):
+        _add_tool(tools, each)
+    names = [each["function"]["name"] for each in tools.functions]
+    choice, parallel = _choice(body.object("tool_choice", None), names)
     thinking = body.object("thinking", None)
     template = {}
     if "type" in thinking:
@@ -88,7 +92,17 @@ def _conversation(body: Fields, model: ServedModel) -> Conversation:
     thinking.end()
     last = messages[-1]
     continues = last["role"] == "assistant" and bool(last["content"].strip()) and "tool_calls" not in last
-    return Conversation(chat_format(model), messages, tools, choice, parallel, template, continues=continues)
+    return Conversation(
+        chat_format(model),
+        messages,
+        tools.functions or None,
+        choice,
+        parallel,
+        template,
+        tools.by_function,
+        tools.schema_paths,
+        continues,
+    )
 
 
 def _messages(given: Fields) -> list[dict[str, Any]]:
@@ -136,13 +150,13 @@ _BLOCKS = {
 """Types of blocks that are read; others of the assistant, which are results of a server's tools, are left out."""
 
 
-def _tool(given: Fields) -> dict[str, Any] | None:
-    """A function; None for a tool that Anthropic's servers know, or run themselves."""
+def _add_tool(tools: ClientTools, given: Fields) -> None:
+    """Adds a function; a tool that Anthropic's servers know, or run themselves, is left out."""
     if given.text("type", "custom") != "custom":
         given.leave_out(("custom",))
-        return None
-    ignored = ("cache_control", "strict", "eager_input_streaming")
-    return read_function(given, given.object("input_schema"), ignored)
+        return
+    function = read_function(given, given.object("input_schema"), ("cache_control", "eager_input_streaming"))
+    tools.add(function, given.path("input_schema"))
 
 
 def _choice(given: Fields, names: Collection[str]) -> tuple[Any, bool]:

@@ -40,6 +40,11 @@ ROUTES: Mapping[str, Callable[[Fields, ServedModel], Exchange]] = {
 """Readers of the bodies of routes that compute tokens."""
 _LONG = 4096
 """Bytes of a body above which it is read beside the event loop."""
+_COMPILED = (
+    *(b'"tools"', b'"response_format"', b'"structured_outputs"', b'"guided_', b'"grammar"'),
+    *(b'"format"', b'"output_config"', b'"output_format"'),
+)
+"""Fields whose structures are tried out, perhaps for seconds."""
 _REFUSALS = (ContractError, ContractTypeError, CheckpointError, ToolchainError)
 
 
@@ -94,8 +99,9 @@ def application(model: ServedModel, backend: Backend, metrics: Metrics, *, stric
 
 
 async def _beside(body: bytes, work: Callable[[], Any]) -> Any:
-    """Return what reading a body gives; a long one is read in a thread."""
-    return await asyncio.to_thread(work) if len(body) > _LONG else work()
+    """Return what reading a body gives; a long one, and one whose structures may be compiled, is read in a thread."""
+    is_long = len(body) > _LONG or any(name in body for name in _COMPILED)
+    return await asyncio.to_thread(work) if is_long else work()
 
 
 def _tokenize(body: Fields, model: ServedModel) -> dict[str, Any]:

@@ -13,9 +13,10 @@ from paged_kv.engine.sampling import Logprobs
 from paged_kv.errors import ContractError
 from paged_kv.serve.backend import Job, Piece
 from paged_kv.serve.chat import CallStart, ChatFormat, Content, Delta, MessageParser, Reasoning
+from paged_kv.serve.chat.tools import ToolSchemaError
 from paged_kv.serve.client_tools import ClientTool, ToolCall, read_calls
 from paged_kv.serve.exchange import Event, Exchange
-from paged_kv.serve.fields import Fields
+from paged_kv.serve.fields import FieldError, Fields
 from paged_kv.serve.sampling import read_max_tokens, read_sampling
 from paged_kv.serve.served_model import ServedModel
 from paged_kv.structured_output import Structure
@@ -35,6 +36,8 @@ class Conversation:
     """Further values for the template."""
     client_tools: Mapping[str, ClientTool] = field(default_factory=dict)
     """The client's tools by the names of their functions."""
+    schema_paths: Sequence[str] = ()
+    """The field of the request that each tool's schema is in."""
     continues: bool = False
     """True if the answer continues the last message."""
 
@@ -54,9 +57,12 @@ class Conversation:
 
     def structure(self, prompt: str, answer: Structure | None) -> Structure | None:
         """Return what the answer to a prompt must be; `answer` where it is no call. Raises ContractError."""
-        grammars = {name: tool.grammar for name, tool in self.client_tools.items() if tool.grammar is not None}
+        texts = {name: tool.grammar for name, tool in self.client_tools.items() if tool.is_text}
         begun = self._rendered[1]
-        return self.format.structure(self.tools, self.choice, self.parallel, answer, prompt, begun, grammars)
+        try:
+            return self.format.structure(self.tools, self.choice, self.parallel, answer, prompt, begun, texts)
+        except ToolSchemaError as error:
+            raise FieldError(self.schema_paths[error.index], error.problem) from None
 
     def message(self, prompt: str) -> Message:
         """The message that the answer to a prompt is."""
@@ -148,7 +154,7 @@ class Message:
             self.tokens += piece.tokens
             self.logprobs += zip(piece.tokens, piece.logprobs, strict=False)
             if piece.finish is not None:
-                deltas += self.parser.finish()
+                deltas += self.parser.finish(is_cut=piece.finish == "length")
                 self.finish = piece.finish
         for delta in deltas:
             if isinstance(delta, Content):

@@ -16,6 +16,7 @@ from paged_kv.arguments import printable, shown
 from paged_kv.serve.chat import CallArguments, CallStart, Delta
 from paged_kv.serve.chat.json_lark import in_json
 from paged_kv.serve.fields import Fields
+from paged_kv.structured_output import Grammar, JsonSchema, problem_of
 
 INPUT = "input"
 """The argument that a text is in."""
@@ -47,10 +48,13 @@ class ClientTools:
     """As chat templates take them."""
     by_function: dict[str, ClientTool] = field(default_factory=dict)
     """The client's tools by the names of their functions; one that is itself a function may be absent."""
+    schema_paths: list[str] = field(default_factory=list)
+    """The field of the request that the schema of each function is in."""
 
-    def add(self, tool: dict[str, Any], client: ClientTool | None = None) -> None:
+    def add(self, tool: dict[str, Any], schema_path: str, client: ClientTool | None = None) -> None:
         """Offer a function, and note whose it is."""
         self.functions.append(tool)
+        self.schema_paths.append(schema_path)
         if client is not None:
             self.by_function[tool["function"]["name"]] = client
 
@@ -81,16 +85,29 @@ def text_arguments(text: str) -> str:
 
 def read_function(given: Fields, schema: Fields, harmless: Collection[str]) -> dict[str, Any]:
     """A function that may be called, whose fields are those of an object itself; `schema` is of its arguments."""
-    function = {"name": given.text("name"), "parameters": schema.raw()}
+    function: dict[str, Any] = {"name": given.text("name"), "parameters": schema.raw()}
     if "description" in given:
         function["description"] = given.text("description")
+    if given.flag("strict", False):
+        function["strict"] = True
     given.ignore(harmless)
     given.end()
     return {"type": "function", "function": function}
 
 
-def read_text_tool(given: Fields, namespace: str | None = None) -> tuple[dict[str, Any], ClientTool]:
-    """A tool whose input is a text, and its function. The text's `format` is enforced, and part of the description."""
+def read_text_tool(
+    given: Fields, namespace: str | None = None, *, has_grammars: bool = True
+) -> tuple[dict[str, Any], ClientTool]:
+    """A tool whose input is a text, and its function. The text's `format` is enforced, and part of the description.
+
+    Args:
+        given: The tool.
+        namespace: The namespace that it is in.
+        has_grammars: Whether the model's calls are held to grammars of texts.
+
+    Raises:
+        FieldError: a field is malformed; or the server is strict, and the format cannot be enforced.
+    """
     name, description = given.text("name"), str(given.text("description", ""))
     value: dict[str, Any] = {"type": "string"}
     inside = None
@@ -99,11 +116,15 @@ def read_text_tool(given: Fields, namespace: str | None = None) -> tuple[dict[st
         grammar = form.object("grammar") if "grammar" in form else form  # chats have one more object around it
         syntax, definition = grammar.choice("syntax", ("lark", "regex")), str(grammar.text("definition"))
         if syntax == "regex":
-            value["pattern"] = f"^(?:{definition})$"
+            pattern = f"^(?:{definition})$"
+            if is_enforced := not problem_of(JsonSchema({"type": "string", "pattern": pattern})):
+                value["pattern"] = pattern
         else:
-            inside = in_json(definition)
-            if inside is None:
-                grammar.pass_over("definition", "has what is not enforced here: the model is told of it")
+            inside = in_json(definition) if has_grammars else None
+            if not (is_enforced := inside is not None and not problem_of(Grammar(inside))):
+                inside = None
+        if not is_enforced:
+            grammar.pass_over("definition", "has what is not enforced here: the model is told of it")
         description = f"{description}\n\nThe input follows this {_SYNTAXES[str(syntax)]}:\n{definition}".strip()
         grammar.end()
     form.end()

@@ -8,7 +8,7 @@ from typing import Any
 
 from paged_kv.engine.sampling import Logprobs
 from paged_kv.serve.backend import Job, Piece
-from paged_kv.serve.chat import CallStart, Content, Delta, Reasoning
+from paged_kv.serve.chat import CallStart, ChatFormat, Content, Delta, Reasoning
 from paged_kv.serve.chat_request import Conversation, Message, chat_format
 from paged_kv.serve.client_tools import ClientTools, ToolCall, read_choice, read_text_tool, text_arguments
 from paged_kv.serve.exchange import ChoicesExchange, Event, Exchange, Wishes
@@ -17,6 +17,16 @@ from paged_kv.serve.openai_completions import MOST_SAMPLES
 from paged_kv.serve.sampling import MOST_LOGPROBS, REFUSED, read_structure
 from paged_kv.serve.served_model import ServedModel
 
+_OWN_VALUES = (
+    "messages",
+    "tools",
+    "self",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "tokenize",
+)
+"""Names of what transformers' `apply_chat_template` and the server take themselves."""
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _REFUSED = (*REFUSED, "functions", "function_call", "audio", "echo", "documents", "chat_template")
 """Fields without which the answer would be another one than a client relies on."""
@@ -66,8 +76,9 @@ def read_conversation(body: Fields, model: ServedModel) -> Conversation:
     messages = [_message(each) for each in body.objects("messages")]
     if not messages:
         raise body.error("messages", "must be a list of at least one message")
-    tools = _tools(body)
-    template = dict(body.object("chat_template_kwargs", None).raw())
+    chat = chat_format(model)
+    tools = _tools(body, chat)
+    template = _template_values(body.object("chat_template_kwargs", None))
     if "reasoning_effort" in body:
         template["reasoning_effort"] = body.text("reasoning_effort")
     continues = body.flag("continue_final_message", False)
@@ -76,28 +87,39 @@ def read_conversation(body: Fields, model: ServedModel) -> Conversation:
     elif continues:
         raise body.error("continue_final_message", "belongs to a request with add_generation_prompt: false")
     return Conversation(
-        chat_format(model),
+        chat,
         messages,
         tools.functions or None,
         read_choice(body, tools, nested=True),
         body.flag("parallel_tool_calls", True),
         template,
         tools.by_function,
+        tools.schema_paths,
         continues,
     )
 
 
-def _tools(body: Fields) -> ClientTools:
+def _tools(body: Fields, chat: ChatFormat) -> ClientTools:
     tools = ClientTools()
     for given in body.objects("tools"):
         kind = given.text("type", "function")
         if kind == "function":
-            tools.add(given.raw())
+            tools.add(given.raw(), given.path("function.parameters"))
         elif kind == "custom":
-            tools.add(*read_text_tool(given.object("custom")))
+            custom = given.object("custom")
+            function, client = read_text_tool(custom, has_grammars=chat.syntax.WRITES_JSON)
+            tools.add(function, custom.path("format"), client)
         else:
             given.leave_out(("function", "custom"))
     return tools
+
+
+def _template_values(given: Fields) -> dict[str, Any]:
+    """Further values for the template, other than those that a request has fields for."""
+    for name in _OWN_VALUES:
+        if name in given:
+            raise given.error(name, "is no value of the template that a request may set")
+    return dict(given.raw())
 
 
 def _message(given: Fields) -> dict[str, Any]:

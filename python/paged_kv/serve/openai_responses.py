@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from paged_kv.serve.backend import Job
+from paged_kv.serve.chat import ChatFormat
 from paged_kv.serve.chat_request import Block, BlockExchange, Conversation, Message, chat_format
 from paged_kv.serve.client_tools import (
     ClientTool,
@@ -20,7 +21,7 @@ from paged_kv.serve.client_tools import (
 )
 from paged_kv.serve.exchange import Event
 from paged_kv.serve.fields import Fields
-from paged_kv.serve.sampling import REFUSED, STRUCTURES
+from paged_kv.serve.sampling import REFUSED, STRUCTURES, check_structure, read_schema
 from paged_kv.serve.served_model import ServedModel
 from paged_kv.structured_output import JsonSchema, Structure
 
@@ -98,17 +99,17 @@ def _conversation(body: Fields, model: ServedModel) -> Conversation:
         messages.append({"role": "user", "content": body.text("input")})
     if not messages:
         raise body.error("input", "must be a text or a list of at least one item")
-    tools = ClientTools()
+    chat, tools = chat_format(model), ClientTools()
     for each in body.objects("tools"):
-        _add_tool(tools, each)
+        _add_tool(tools, each, chat)
     choice = read_choice(body, tools, nested=False)
     reasoning = body.object("reasoning", None)
     template = {"reasoning_effort": reasoning.text("effort")} if "effort" in reasoning else {}
     reasoning.ignore(("summary", "generate_summary"))
     reasoning.end()
     parallel = body.flag("parallel_tool_calls", True)
-    functions = tools.functions or None
-    return Conversation(chat_format(model), messages, functions, choice, parallel, template, tools.by_function)
+    functions, clients = tools.functions or None, tools.by_function
+    return Conversation(chat, messages, functions, choice, parallel, template, clients, tools.schema_paths)
 
 
 def _add_item(messages: list[dict[str, Any]], item: Fields) -> None:
@@ -149,25 +150,26 @@ def _add_item(messages: list[dict[str, Any]], item: Fields) -> None:
     item.end()
 
 
-def _add_tool(tools: ClientTools, given: Fields, namespace: str | None = None) -> None:
+def _add_tool(tools: ClientTools, given: Fields, chat: ChatFormat, namespace: str | None = None) -> None:
     """Adds a tool, or those of a namespace; one that cannot be offered is left out."""
     kind = given.text("type")
     if kind == "namespace" and namespace is None:
         name, about, inner = str(given.text("name")), given.text("description", None), given.objects("tools")
         first = len(tools.functions)
         for each in inner:
-            _add_tool(tools, each, name)
+            _add_tool(tools, each, chat, name)
         if about and len(tools.functions) > first:  # templates have no place for it but a function's description
             function = tools.functions[first]["function"]
             function["description"] = f"{about}\n\n{function.get('description', '')}".strip()
         given.end()
         return
     if kind == "function":
-        tool = read_function(given, given.object("parameters", None), ("type", "strict"))
+        tool, path = read_function(given, given.object("parameters", None), ("type",)), given.path("parameters")
         client = ClientTool(tool["function"]["name"], namespace)
         tool["function"]["name"] = qualified(client.name, namespace)
     elif kind == "custom":
-        tool, client = read_text_tool(given, namespace)
+        tool, client = read_text_tool(given, namespace, has_grammars=chat.syntax.WRITES_JSON)
+        path = given.path("format")
     else:
         given.leave_out(_TOOLS if namespace is None else _TOOLS[:2])
         return
@@ -175,7 +177,7 @@ def _add_tool(tools: ClientTools, given: Fields, namespace: str | None = None) -
     if namespace is not None and not is_function_name(name):
         given.leave_out(("1 to 128 of A-Z a-z 0-9 _ . : - with its namespace",), "name")
         return
-    tools.add(tool, client)
+    tools.add(tool, path, client)
 
 
 def _structure(body: Fields) -> Structure | None:
@@ -187,7 +189,8 @@ def _structure(body: Fields) -> Structure | None:
         structure = JsonSchema({"type": "object"})
     elif kind == "json_schema":
         given.ignore(("name", "description", "strict"))
-        structure = JsonSchema(given.any("schema"))
+        structure = read_schema(given, "schema")
+        check_structure(given.path("schema"), structure)
     given.end()
     text.ignore(("verbosity",))
     text.end()

@@ -10,9 +10,11 @@ from typing import Any
 from paged_kv.checkpoint.source import Source
 from paged_kv.engine.tokenizer import Tokenizer
 from paged_kv.errors import CheckpointError, ContractError
+from paged_kv.serve.chat.argument_checks import log_misfit
 from paged_kv.serve.chat.conversation import choose_syntax, read_habits, read_messages
 from paged_kv.serve.chat.deltas import CallArguments, CallStart, Content, Delta, Reasoning
 from paged_kv.serve.chat.grammar import Rules
+from paged_kv.serve.chat.holding import held_together, hold
 from paged_kv.serve.chat.message import Incoming, Outgoing
 from paged_kv.serve.chat.syntaxes import Asked, Syntax
 from paged_kv.serve.chat.syntaxes.harmony import Harmony
@@ -21,7 +23,7 @@ from paged_kv.serve.chat.template import Template
 from paged_kv.serve.chat.template_files import DEFAULT, TOOL_USE, read_names, read_templates
 from paged_kv.serve.chat.thoughts import Thought, read_thought
 from paged_kv.serve.chat.tools import Tool, chosen_tools, read_tools
-from paged_kv.structured_output import Structure
+from paged_kv.structured_output import Grammar, Structure
 
 _BEGUN = "CONTINUE_FINAL_MESSAGE_TAG "
 """Marks the end of a content that is continued; its space shows whether the template keeps spaces at the end."""
@@ -77,6 +79,7 @@ class ChatFormat:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
+        /,
         **template_kwargs: Any,
     ) -> str:
         """The prompt of a conversation, up to where the model's message begins.
@@ -89,15 +92,14 @@ class ChatFormat:
         Raises:
             ContractTypeError, ContractError: they are no messages, or the template refuses them.
         """
-        template, read = self._read(messages, tools)
-        return template.render(
-            read, list(tools) if tools else None, **{"add_generation_prompt": True} | template_kwargs
-        )
+        template, read, offered = self._read(messages, tools)
+        return template.render(read, offered, **{"add_generation_prompt": True} | template_kwargs)
 
     def render_begun(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
+        /,
         **template_kwargs: Any,
     ) -> tuple[str, str]:
         """The prompt of a conversation whose last message the model goes on with, as transformers'
@@ -114,9 +116,9 @@ class ChatFormat:
             ContractTypeError, ContractError: as `render`; or the last message has no content or has calls, or the
                 template does not write its content.
         """
-        template, read = self._read(messages, tools)
+        template, read, offered = self._read(messages, tools)
         values = template_kwargs | {"add_generation_prompt": False}
-        offered, place, content = list(tools) if tools else None, f"messages[{len(messages) - 1}]", read[-1]["content"]
+        place, content = f"messages[{len(messages) - 1}]", read[-1]["content"]
         if not content.strip() or messages[-1].get("tool_calls"):
             raise ContractError(f"{place}: expected a content and no calls, to be continued")
         marked = [*read[:-1], read[-1] | {"content": content + _BEGUN}]
@@ -134,19 +136,19 @@ class ChatFormat:
 
     def _read(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
-    ) -> tuple[Template, list[dict[str, Any]]]:
-        """The template of a request, and its messages as the template takes them."""
+    ) -> tuple[Template, list[dict[str, Any]], list[Mapping[str, Any]] | None]:
+        """The template of a request, and its messages and tools as the template takes them."""
         template = self._with_tools if tools else self._default
-        return template, read_messages(messages, tools, template, self.syntax, self._habits, self._systems[template])
+        read = read_messages(messages, tools, template, self.syntax, self._habits, self._systems[template])
+        return template, read, list(tools) if tools and not self.syntax.HIDES_TOOLS else None
 
     def check_tools(self, tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> None:
-        """Refuses tools and a `tool_choice` that the model cannot be held to.
+        """Refuses malformed tools, and a `tool_choice` without its tool.
 
         Raises:
-            ContractTypeError, ContractError: a tool or the choice is wrong, or the syntax of the model's calls is not
-                known.
+            ContractTypeError, ContractError: a tool or the choice is wrong.
         """
-        self._chosen(tools, choice)
+        chosen_tools(read_tools(tools), choice)
 
     def structure(
         self,
@@ -156,7 +158,7 @@ class ChatFormat:
         answer: Structure | None,
         prompt: str = "",
         begun: str = "",
-        text_grammars: Mapping[str, str] = MappingProxyType({}),
+        texts: Mapping[str, str | None] = MappingProxyType({}),
     ) -> Structure | None:
         """Return what the model's message must be, for `Sampling.structured_output`; None where it may be anything.
 
@@ -165,17 +167,19 @@ class ChatFormat:
         Args:
             tools: The request's tools.
             choice: "none", "auto", "required", `{"name": ...}`, or `{"names": [...], "mode": "auto" or "required"}`.
-            parallel: Whether several calls may be made.
+            parallel: Whether several calls may be made; a named tool is called once all the same.
             answer: What the answer must be where it is no call.
             prompt: The rendered prompt, which may end inside a thought, or after one.
             begun: The part of the prompt that is the message itself; what follows has the structure alone.
-            text_grammars: Grammars of tools by name, as `Tool.text_grammar`.
+            texts: The names of tools whose one argument is a text, each with `Tool.text_grammar`.
 
         Raises:
             ContractTypeError, ContractError: as `check_tools`.
+            ToolSchemaError: the schema of a strict tool cannot be enforced.
         """
-        chosen, is_required = self._chosen(tools, choice)
-        chosen = tuple(replace(tool, text_grammar=text_grammars.get(tool.name)) for tool in chosen)
+        chosen, is_required = chosen_tools(read_tools(tools), choice)
+        chosen = tuple(tool.of_text(texts[tool.name]) if tool.name in texts else tool for tool in chosen)
+        chosen = hold(chosen, self.syntax)
         thought, is_open = self._thinks(prompt, begun)
         if begun and isinstance(self.syntax, Harmony):  # it goes on inside a channel, where no call can begin
             if is_required:
@@ -185,10 +189,15 @@ class ChatFormat:
             return answer
         if not chosen and (answer is None or not (thought or isinstance(self.syntax, Harmony))):
             return answer
-        rules = Rules()
-        rule = None if answer is None else rules.structure(answer)
-        asked = Asked(chosen, is_required, parallel, rule, thought, is_open)
-        return rules.grammar(self.syntax.start(rules, asked))
+        parallel = parallel and not (isinstance(choice, Mapping) and "name" in choice)  # a named tool is called once
+
+        def grammar(some: Sequence[Tool]) -> Grammar:
+            rules = Rules()
+            rule = None if answer is None else rules.structure(answer)
+            asked = Asked(tuple(some), is_required, parallel, rule, thought, is_open)
+            return rules.grammar(self.syntax.start(rules, asked))
+
+        return held_together(chosen, grammar)
 
     def parser(self, tools: Sequence[Mapping[str, Any]] | None, prompt: str, begun: str = "") -> MessageParser:
         """A parser of one message.
@@ -198,8 +207,9 @@ class ChatFormat:
             prompt: The rendered prompt.
             begun: The part of the prompt that is the message itself.
         """
+        read = hold(tuple(replace(tool, is_strict=False) for tool in read_tools(tools)), self.syntax)
         thought, is_open = self._thinks(prompt, begun)
-        parser = MessageParser(self.syntax, Asked(read_tools(tools), True, True, None, thought, is_open), self._silent)
+        parser = MessageParser(self.syntax, Asked(read, True, True, None, thought, is_open), self._silent)
         if begun:
             parser.skip(begun if self._thought is None else self._thought.last_part(begun))
         return parser
@@ -211,13 +221,6 @@ class ChatFormat:
         if self._thought is None or self._thought.is_closed(prompt):
             return None, False
         return self._thought, self._thought.is_open(prompt)
-
-    def _chosen(self, tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> tuple[tuple[Tool, ...], bool]:
-        chosen, is_required = chosen_tools(read_tools(tools), choice)
-        if chosen and type(self.syntax) is Syntax:
-            raise ContractError("tools: this model's chat template has no calls of tools in a known syntax")
-        self.syntax.check(chosen)
-        return chosen, is_required
 
 
 class MessageParser:
@@ -234,11 +237,12 @@ class MessageParser:
         self._out = Outgoing({tool.name: tool for tool in asked.tools}, syntax.new_id)
         self._reading = syntax.read(self._text, self._out, asked, silent)
         self._is_done = False
-        self._skipped, self._calls = "", list[Delta]()
+        self._skipped, self._begun = "", list[Delta]()
+        self._calls: list[list[str]] = []
 
     def skip(self, text: str) -> None:
         """Reads the beginning of the message, whose text is told no more; a call that has begun is."""
-        self._calls = [each for each in self.push(text) if isinstance(each, CallStart | CallArguments)]
+        self._begun = [each for each in self.push(text) if isinstance(each, CallStart | CallArguments)]
         self._out.drop_space()
         self._skipped = self._text.rest
 
@@ -247,11 +251,22 @@ class MessageParser:
         self._text.text += text
         return self._read()
 
-    def finish(self) -> list[Delta]:
-        """The deltas at the text's end."""
-        self._text.ended = True
+    def finish(self, *, is_cut: bool = False) -> list[Delta]:
+        """The deltas at the text's end; calls are then checked against their whole schemas.
+
+        Args:
+            is_cut: Whether the text ended because no token was left: what is then the beginning of a mark or of a
+                call is no content.
+        """
+        self._text.ended, self._text.is_cut = True, is_cut
+        had_calls = self._out.has_calls
         deltas = self._read()
+        if is_cut and had_calls:  # nothing but a mark that is not whole is held back until here
+            deltas = [delta for delta in deltas if not isinstance(delta, Content)]
         self._out.finish()
+        if not is_cut:
+            for name, arguments in self._calls:
+                log_misfit(name, arguments, self._out.tools[name].schema)
         return deltas + self._out.drain()
 
     def _read(self) -> list[Delta]:
@@ -260,7 +275,13 @@ class MessageParser:
                 next(self._reading)
             except StopIteration:
                 self._is_done = True
-        deltas, self._calls = [*self._calls, *self._out.drain()], []
+        read = self._out.drain()
+        for delta in read:
+            if isinstance(delta, CallStart):
+                self._calls.append([delta.name, ""])
+            elif isinstance(delta, CallArguments):
+                self._calls[delta.index][1] += delta.text
+        deltas, self._begun = [*self._begun, *read], []
         if deltas and self._skipped:  # it could have become a mark
             first, skipped, self._skipped = deltas[0], self._skipped, ""
             if isinstance(first, Content | Reasoning):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from paged_kv.errors import ContractError
 from paged_kv.serve.chat.tools import Tool
-from paged_kv.structured_output import Grammar, JsonSchema, Regex, Structure, with_guidance
+from paged_kv.structure_trials import with_guidance
+from paged_kv.structured_output import Grammar, JsonSchema, Regex, Structure
 
 TEXT = "TEXT"
 """Any text, of ordinary tokens."""
@@ -22,12 +24,21 @@ class Rules:
         self._lines = [r"TEXT: /(.|\n)*/", r"SPACE: /[ \n]{1,4}/"]
         self._marks: list[str] = []
         self._count = 0
+        self._named: dict[str, str] = {}
 
     def rule(self, body: str, options: str = "") -> str:
         """A rule; its name."""
         self._count += 1
         self._lines.append(f"rule_{self._count}{options}: {body}")
         return f"rule_{self._count}"
+
+    def once(self, key: str, body: Callable[[], str]) -> str:
+        """The one rule of a key, whose body may name itself; its name."""
+        if key not in self._named:
+            self._count += 1
+            name = self._named[key] = f"rule_{self._count}"
+            self._lines.append(f"{name}: {body()}")
+        return self._named[key]
 
     def terminal(self, body: str) -> str:
         """A terminal; its name."""
@@ -36,8 +47,15 @@ class Rules:
         return f"TERM_{self._count}"
 
     def any(self, bodies: Iterable[str]) -> str:
-        """A rule for one of some alternatives; its name."""
-        return self.rule(" | ".join(bodies))
+        """A rule for one of some alternatives; its name.
+
+        Raises:
+            ContractError: there is none.
+        """
+        alternatives = list(bodies)
+        if not alternatives:
+            raise ContractError("a schema of parameters accepts no value")
+        return self.rule(" | ".join(alternatives))
 
     def mark(self, text: str) -> str:
         """A text that is one token where the vocabulary has a special one; the name of its rule."""

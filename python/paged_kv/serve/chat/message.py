@@ -30,6 +30,8 @@ class Incoming:
 
     def __init__(self) -> None:
         self.text, self.at, self.ended = "", 0, False
+        self.is_cut = False
+        """True if it ended where no token was left, not by itself."""
 
     @property
     def rest(self) -> str:
@@ -192,6 +194,11 @@ class Outgoing:
         self._kind, self._held, self._strips = None, "", True
         self._deltas.append(CallStart(self._calls, self._new_id(), name))
         self._calls += 1
+
+    @property
+    def has_calls(self) -> bool:
+        """Return whether a call has begun."""
+        return self._calls > 0
 
     def arguments(self, text: str) -> None:
         """A piece of the arguments of the call that began last."""

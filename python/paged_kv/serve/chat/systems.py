@@ -28,7 +28,7 @@ class Systems:
         """The messages of a conversation with its system messages where the template writes them.
 
         Where it would not write one, all of them become one at the front, in their order; where it writes none there,
-        they become the beginning of the first message of the user.
+        they become the beginning of the first message of the user, or are it.
         """
         places = [at for at, message in enumerate(messages) if message["role"] in _ROLES]
         num_leading = sum(place == at for at, place in enumerate(places))
@@ -49,7 +49,7 @@ class Systems:
             return [system, *others]
         user = next((at for at, message in enumerate(others) if message["role"] == "user"), None)
         if user is None:
-            return list(messages)
+            return [{"role": "user", "content": text}, *others] if text else list(messages)
         others[user] = others[user] | {"content": _joined(system, others[user])["content"]}
         return others
 
