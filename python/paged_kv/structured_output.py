@@ -9,15 +9,9 @@ is compiled in a process of its own first, which may fail.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from importlib.metadata import version
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
@@ -26,6 +20,9 @@ import numpy.typing as npt
 
 from paged_kv.arguments import printable, shown
 from paged_kv.errors import ContractError, ContractTypeError, ToolchainError
+from paged_kv.gbnf import is_gbnf, lark_of
+from paged_kv.json_schemas import parts
+from paged_kv.structure_trials import SECONDS, library, limits, problem_of_matcher, refusal, with_guidance
 
 if TYPE_CHECKING:
     import tokenizers
@@ -39,18 +36,6 @@ MOST_DEPTH = 64
 """The deepest nesting of objects and arrays within a schema."""
 MOST_PATTERNS = 32
 """The most `patternProperties` of a schema: llguidance proves each pair of them disjoint, 4,000 take minutes."""
-SECONDS_TO_COMPILE = 4
-"""CPU seconds at most, as the engine has it."""
-_SURE_CHARACTERS = 2048
-_UNSURE = ('"allOf"', '"multipleOf"', '"pattern')
-"""A short schema without these compiles in milliseconds; with one, 200 characters may take minutes."""
-_MOST_STATES = 50_000
-"""States of a lexer at most, 1 to 2 KB each."""
-_SECONDS_TO_LOCATE = 0.5
-"""At most, to find the part of a schema that cannot be compiled."""
-_OLDEST = (1, 9)
-"""The version of llguidance from which `_WHITESPACE` holds."""
-_WHITESPACE = "( |\\n[ \\t]{0,20})?"
 _END = "<|paged-kv: the end of a structure|>"
 """A token that is added to the vocabulary that llguidance sees: where it may come, the structure may end."""
 
@@ -97,7 +82,7 @@ class JsonSchema:
                 f"structured_output: a JSON schema must be an object or a truth value, not {shown(parsed)}"
             )
         _check_text(self.KIND, text)
-        patterned = [node.get("patternProperties") for _, node in _parts("#", json.loads(text))]
+        patterned = [node.get("patternProperties") for _, node in parts("#", json.loads(text))]
         patterns = sum(len(each) for each in patterned if isinstance(each, dict))
         if patterns > MOST_PATTERNS:
             raise ContractError(
@@ -126,7 +111,7 @@ class Grammar:
     """Texts of a context-free grammar in llguidance's kind of Lark, which begins with its rule `start`.
 
     Args:
-        lark: The grammar.
+        lark: The grammar; one in GBNF, llama.cpp's notation (`root ::= ...`), becomes Lark.
         marks: Texts that are one token each where the vocabulary has a special token of that text. The grammar may use
             the rules `mark_0` for the first of them and `until_0` for any text up to it and with it, and so on.
 
@@ -140,22 +125,9 @@ class Grammar:
 
     def __post_init__(self) -> None:
         _check_text(self.KIND, self.lark)
+        if is_gbnf(self.lark):
+            object.__setattr__(self, "lark", lark_of(self.lark))
 
-
-_TRIAL = """
-import json, os, resource, sys
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-kind, text, states, seconds = json.loads(sys.stdin.read())
-for limit, most in ((resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, 4 << 30), (resource.RLIMIT_STACK, 4 << 20)):
-    _, hard = resource.getrlimit(limit)
-    resource.setrlimit(limit, (most if hard < 0 else min(most, hard), hard))
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-os.nice(10)
-grammar = getattr(LLMatcher, "grammar_from_" + kind)(text)
-limits = LLParserLimits(max_lexer_states=states, verbose_errors=False)
-LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=limits).compute_bitmask()
-"""
-"""Compiles a structure in a process of its own: some overflow llguidance's stack, or take minutes."""
 
 Structure: TypeAlias = JsonSchema | Regex | Grammar
 
@@ -171,17 +143,10 @@ class StructureCompiler:
         ToolchainError: llguidance is not installed or older than 1.9, or cannot read the tokenizer.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, seconds: int = SECONDS_TO_COMPILE) -> None:
-        try:
-            installed = version("llguidance")
-            import llguidance
-        except ImportError:  # which a missing distribution is, too
-            installed = ""
-        if not installed or tuple(map(int, installed.split(".")[:2])) < _OLDEST:
-            found = f"{installed} is" if installed else "none is"
-            raise ToolchainError(f"structured_output: it needs llguidance 1.9 or later, and {found} installed")
+    def __init__(self, tokenizer: tokenizers.Tokenizer, seconds: int = SECONDS) -> None:
+        llguidance = library()
         self._library, self._seconds = llguidance, seconds
-        self._limits = llguidance.LLParserLimits(max_lexer_states=_MOST_STATES, verbose_errors=False)
+        self._limits = limits()
         ended = type(tokenizer).from_str(tokenizer.to_str())
         ended.add_special_tokens([_END])
         end = ended.token_to_id(_END)
@@ -211,10 +176,10 @@ class StructureCompiler:
         Raises:
             ContractError: it cannot be compiled, or no text has it; the message says where, for a schema as a pointer.
         """
-        if refusal := _try_out(*_grammar(structure), self._seconds):
-            raise ContractError(refusal)
+        if problem := problem_of(structure, self._seconds):
+            raise ContractError(f"structured_output: {problem}")
         matcher = self._matcher(_grammar(structure, self._special(structure)), self._tokens)
-        problem = _problem(matcher)
+        problem = problem_of_matcher(matcher)
         if not problem:
             compiled = CompiledStructure(self, structure, matcher)
             try:
@@ -223,9 +188,7 @@ class StructureCompiler:
                 problem = str(error)
             else:
                 return compiled
-        raise ContractError(
-            f"structured_output: the {structure.KIND} cannot be compiled{self._place(structure, problem)}: {problem}"
-        )
+        raise ContractError(f"structured_output: the {structure.KIND} cannot be compiled: {problem}")
 
     def accepts(self, structure: Structure, text: str) -> bool:
         """Return whether a whole text has a structure, whatever tokens it came in."""
@@ -242,25 +205,6 @@ class StructureCompiler:
         kind, text = grammar
         compiled = getattr(self._library.LLMatcher, f"grammar_from_{kind}")(text)
         return self._library.LLMatcher(tokens, compiled, log_level=0, limits=self._limits)
-
-    def _place(self, structure: Structure, problem: str) -> str:
-        """In words, the smallest part of a schema that has the same problem alone, as far as it is found in time."""
-        if not isinstance(structure, JsonSchema):
-            return ""
-        schema, place = json.loads(str(structure.schema)), "#"
-        until, found = time.monotonic() + _SECONDS_TO_LOCATE, True
-        # References of a part lead to the whole schema, which lies beside it.
-        whole = _moved(schema, "#/$defs/whole")
-        while found:
-            found = False
-            for pointer, _ in _parts(place, _at(schema, place), deep=False):
-                if time.monotonic() > until:
-                    break
-                alone = {"$defs": {"whole": whole}, "$ref": "#/$defs/whole" + pointer[1:]}
-                if _problem(self._matcher(("json_schema", json.dumps(alone)), self._bytes)) == problem:
-                    place, found = pointer, True
-                    break
-        return f" at {printable(place)}"
 
 
 class CompiledStructure:
@@ -296,7 +240,7 @@ class StructureState:
         """
         if self._next is None:
             self._next = self._following()
-        if problem := _problem(self._matcher):
+        if problem := problem_of_matcher(self._matcher):
             raise ContractError(f"its structure cannot be followed: {problem}")
         if not self._next.size:
             raise ContractError("no token of the vocabulary continues its structure")
@@ -311,7 +255,7 @@ class StructureState:
         if token in self._ends:
             return True
         if not self._matcher.consume_token(token):
-            raise ContractError(f"token {token} breaks its structure: {_problem(self._matcher)}")
+            raise ContractError(f"token {token} breaks its structure: {problem_of_matcher(self._matcher)}")
         self._next = None if self._matcher.is_stopped() else self._following()
         return self._matcher.is_accepting() and (self._next is None or self._next.size == self._ends.size)
 
@@ -334,29 +278,17 @@ class StructureState:
         return self._compiled.compiler.accepts(self._compiled.structure, self._text)
 
 
-@lru_cache(64)
-def _try_out(kind: str, text: str, seconds: int) -> str:
-    """The reason not to compile a structure, in bounded time, memory and stack, or ""; refusals are remembered too."""
-    if kind == "json_schema" and len(text) <= _SURE_CHARACTERS and not any(name in text for name in _UNSURE):
-        return ""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    given = json.dumps([kind, text, _MOST_STATES, seconds]).encode()
-    try:
-        trial = subprocess.run(
-            [sys.executable, "-c", _TRIAL], input=given, env=environment, capture_output=True, timeout=60, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ContractError(
-            f"structured_output: it was not tried out within {error.timeout} s: this machine is busy"
-        ) from None
-    except OSError as error:
-        raise ContractError(f"structured_output: it cannot be tried out: {printable(error)}") from None
-    if not trial.returncode:
-        return ""
-    return (
-        f"structured_output: it cannot be compiled within {seconds} s, 4 GiB of memory and 4 MiB of stack"
-        f" (a process that tried ended with {trial.returncode})"
-    )
+def problem_of(structure: Structure, seconds: int = SECONDS) -> str:
+    """The reason why a structure cannot be compiled or followed, whatever the vocabulary; "" where it can. It is found
+    within bounds and remembered.
+
+    Raises:
+        ContractError: no process can be started to try it.
+        ToolchainError: as `StructureCompiler`.
+    """
+    kind, text = _grammar(structure)
+    problem = refusal(kind, str(structure.schema) if isinstance(structure, JsonSchema) else text, seconds)
+    return f"the {structure.KIND} cannot be compiled{problem}" if problem else ""
 
 
 def _grammar(structure: Structure, special: Mapping[str, int] = MappingProxyType({})) -> tuple[str, str]:
@@ -379,25 +311,6 @@ def _mark_rules(marks: Sequence[str], special: Mapping[str, int]) -> Iterator[st
             # A lazy lexeme ends with the first mark; without that, text would go on past it.
             yield f"mark_{at}[lazy]: {json.dumps(mark)}"
             yield rf"until_{at}[lazy]: /(.|\n)*/ {json.dumps(mark)}"
-
-
-def with_guidance(schema: str) -> str:
-    """A schema's JSON with what llguidance is told of it, in place of what it says itself: it could turn refusals off.
-
-    Between tokens of JSON may be a space, or a line's end and its indentation: some models would go on for ever.
-    """
-    parsed = json.loads(schema)
-    if isinstance(parsed, bool):
-        parsed = {} if parsed else {"anyOf": [False]}
-    return json.dumps(parsed | {"x-guidance": {"whitespace_pattern": _WHITESPACE}}, ensure_ascii=False)
-
-
-def _problem(matcher: LLMatcher) -> str:
-    """The failure of a matcher, in one line; "" where it has not failed."""
-    if matcher.is_error():
-        problem = " ".join(matcher.get_error().split())
-        return "no token continues it" if problem.startswith("NoExtension") else printable(problem)
-    return "no text has this structure" if matcher.is_stopped() and not matcher.is_accepting() else ""
 
 
 def _check_text(kind: str, text: Any) -> None:
@@ -426,49 +339,3 @@ def _check_tree(node: Any, depth: int = 0) -> None:
         for key in node:
             if not isinstance(key, str):
                 raise ContractError(f"structured_output: a key of the JSON schema must be a string, not {shown(key)}")
-
-
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
-_SINGLE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains")
-
-
-def _parts(place: str, node: Any, *, deep: bool = True) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The schemas in a schema with their JSON pointers: itself and all below it, or those right below it."""
-    if not isinstance(node, dict):
-        return
-    if deep:
-        yield place, node
-    below: list[tuple[str, Any]] = []
-    for name in _MAPS:
-        if isinstance(node.get(name), dict):
-            below += [(f"{place}/{name}/{_escaped(key)}", each) for key, each in node[name].items()]
-    for name in _LISTS:
-        if isinstance(node.get(name), list):
-            below += [(f"{place}/{name}/{index}", each) for index, each in enumerate(node[name])]
-    below += [(f"{place}/{name}", node[name]) for name in _SINGLE if isinstance(node.get(name), dict)]
-    for pointer, each in below:
-        if deep:
-            yield from _parts(pointer, each)
-        elif isinstance(each, dict):
-            yield pointer, each
-
-
-def _escaped(key: str) -> str:
-    return key.replace("~", "~0").replace("/", "~1")
-
-
-def _at(schema: Any, pointer: str) -> Any:
-    for key in pointer.split("/")[1:]:
-        name = key.replace("~1", "/").replace("~0", "~")
-        schema = schema[int(name)] if isinstance(schema, list) else schema[name]
-    return schema
-
-
-def _moved(schema: Any, to: str) -> Any:
-    """A schema for another place: its references to itself lead there."""
-    moved = deepcopy(schema)
-    for _, node in _parts("#", moved):
-        if isinstance(node.get("$ref"), str) and node["$ref"].startswith("#"):
-            node["$ref"] = to + node["$ref"][1:]
-    return moved

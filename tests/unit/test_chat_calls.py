@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from paged_kv.errors import ContractError, ContractTypeError
 from paged_kv.serve.chat import CallArguments, CallStart, ChatFormat, Content, Reasoning
 from paged_kv.structured_output import JsonSchema, Regex, StructureCompiler
-from support.chats import NOW, SEND, TEMPLATES, TOOLS, WEATHER
+from support.chats import NOW, TEMPLATES, TOOLS
 from support.properties import examples
 
 ASKED = [{"role": "user", "content": "text"}]
@@ -23,7 +23,15 @@ SINGLE = ("harmony",)
 NUMBERS = {"type": "array", "items": {"type": "integer"}, "maxItems": 2}
 CHOSEN = {"one": {"oneOf": [{"type": "integer"}, {"type": "null"}]}, "any": {"anyOf": [{"type": "boolean"}, NUMBERS]}}
 CHOOSE = {"type": "object", "properties": CHOSEN, "required": ["one"]}
-OFFERED = [*TOOLS, {"type": "function", "function": {"name": "choose", "parameters": CHOOSE}}]
+TEXT = {"type": "string", "pattern": '^(?:[ab]{2}\\n"\\\\?[0-9]x?)$'}
+SAY = {"type": "object", "properties": {"input": TEXT}, "required": ["input"], "additionalProperties": False}
+OFFERED = [
+    *TOOLS,
+    *(
+        {"type": "function", "function": {"name": name, "parameters": schema}}
+        for name, schema in (("choose", CHOOSE), ("space.say", SAY))
+    ),
+]
 PARAMETERS = {each["function"]["name"]: each["function"].get("parameters", {}) for each in OFFERED}
 TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc"], exclude_characters="<>[]{}|`"), max_size=9)
 CALLS = st.one_of(
@@ -249,13 +257,3 @@ REFUSED = [
 def test_wrong_tools_are_refused_by_name(tools, choice, error, words):
     with pytest.raises(error, match=words):
         made("hermes").check_tools(tools, choice)
-
-
-def test_what_a_model_cannot_be_held_to_is_refused():
-    plain = ChatFormat({"default": "{{ messages }}"}, {})
-    plain.check_tools([NOW], "none")
-    with pytest.raises(ContractError, match="no calls of tools in a known syntax"):
-        plain.check_tools([NOW], "auto")
-    tool = {"function": {"name": "a", "parameters": {"properties": {"b": {"not": {"type": "null"}}}}}}
-    with pytest.raises(ContractError, match="not in a schema of parameters cannot be held"):
-        made("gemma").check_tools([WEATHER, SEND, tool], "auto")

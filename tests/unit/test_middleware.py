@@ -10,6 +10,7 @@ from paged_kv.errors import ContractError
 from paged_kv.serve import middleware
 from paged_kv.serve.address import is_loopback, listening_sockets
 from paged_kv.serve.middleware import LOOPBACK, MAX_DEPTH, Middleware, Rules, depth
+from paged_kv.serve.origins import Origins
 from paged_kv.serve.settings import API_KEY, Settings
 
 KEY = "sk-secret"
@@ -128,7 +129,7 @@ def test_who_comes_through(request_):
     if status == 200:
         assert body == b"token " + BODY
     else:
-        assert error(body)["code"] == str(status)
+        assert error(body)["code"] == {401: "invalid_api_key"}.get(status)
 
 
 def test_the_body_is_not_read_before_the_key_is_right():
@@ -244,13 +245,60 @@ def test_a_stream_that_is_cut_ends_with_an_event(kind):
     assert first == b"data: 1"
     if kind.startswith(b"text/event-stream"):
         assert rest.endswith(b"\n\n")
-        assert error(rest.removeprefix(b"data: "))["code"] == "503"
+        assert error(rest.removeprefix(b"data: "))["type"] == "api_error"
     else:
         assert rest == b""
 
 
 def test_a_websocket_is_not_answered():
     asyncio.run(Middleware(None, RULES)({"type": "websocket"}, None, None))
+
+
+PAGE = "https://app.example"
+PAGES = replace(RULES, origins=Origins(frozenset({PAGE}), frozenset({"named.example"})))
+ALLOW = b"access-control-allow-origin"
+
+
+@pytest.mark.parametrize("origin", [PAGE, "http://named.example:3000"])
+def test_a_page_that_is_named_reads_answers_and_errors(origin):
+    for scope, status in ((scope_of(origin=origin), 200), (scope_of(origin=origin, key=None), 401)):
+        answered, headers, _ = ask(scope, rules=PAGES, application=tokens if status == 200 else None)
+        assert (answered, headers[ALLOW], headers[b"vary"]) == (status, origin.encode(), b"Origin")
+        assert b"x-request-id" in headers[b"access-control-expose-headers"]
+
+
+def test_a_browser_asks_before_a_page_does():
+    asks = {"method": "OPTIONS", "key": None, "kind": None, "access_control_request_method": "POST"}
+    asks["access_control_request_headers"] = "authorization,x-stainless-os"
+    status, headers, body = ask(scope_of(origin=PAGE, **asks), (), PAGES, None)
+    assert (status, body, headers[ALLOW]) == (204, b"", PAGE.encode())
+    assert headers[b"access-control-allow-headers"] == b"authorization,x-stainless-os"
+    assert b"POST" in headers[b"access-control-allow-methods"]
+    for origin, rules in (("http://localhost:3000", PAGES), (PAGE, RULES), ("https://page.example", PAGES)):
+        status, headers, _ = ask(scope_of(origin=origin, **asks), (), rules, None)
+        assert status in (401, 403)
+        assert ALLOW not in headers
+    assert ask(scope_of(origin=PAGE, host="rebound.example", **asks), (), PAGES, None)[0] == 403
+
+
+@pytest.mark.parametrize("origin", ["http://localhost:3000", "https://served.example", None])
+def test_a_page_that_is_not_named_reads_nothing(origin):
+    status, headers, _ = ask(scope_of(origin=origin), rules=PAGES)
+    assert status == 200
+    assert ALLOW not in headers
+
+
+@pytest.mark.parametrize(
+    ("number", "is_echoed"), [("a-client's", False), ("job:7/3", True), ("x" * 129, False), (None, False), ("", False)]
+)
+@pytest.mark.parametrize(("path", "names"), [("/v1/models", 1), ("/v1/messages", 2)])
+def test_an_answer_has_its_requests_number(number, is_echoed, path, names):
+    for scope in (scope_of(path, x_request_id=number), scope_of(path, x_request_id=number, key=None)):
+        _, headers, _ = ask(scope)
+        numbers = {headers[name] for name in (b"x-request-id", b"request-id")[:names]}
+        assert len(numbers) == 1
+        assert (numbers == {(number or "").encode()}) == is_echoed
+        assert is_echoed or numbers.pop().startswith(b"req_")
 
 
 # Who is let in at all.
@@ -310,6 +358,32 @@ def test_a_key_file_that_is_none(request_, tmp_path, path):
 def test_names_that_are_allowed(request_):
     rules = rules_of(replace(request_, host="Node7", api_key="k", allowed_hosts=("Models.example:8000", "2001:DB8::1")))
     assert rules.hosts == LOOPBACK | {"node7", "models.example", "2001:db8::1"}
+
+
+def test_pages_of_other_servers_that_are_named(request_):
+    named = replace(request_, allowed_hosts=("Models.example:8000",), allowed_origins=("https://App.example:443/",))
+    origins = rules_of(named).origins
+    allowed = ("https://app.example", "https://models.example", "http://models.example:3000")
+    refused = (
+        "http://app.example",
+        "https://app.example:8443",
+        "http://localhost:3000",
+        "http://127.0.0.1",
+        "null",
+        "",
+    )
+    assert [origins.allows(each) for each in (*allowed, *refused)] == [True] * 3 + [False] * 6
+    assert rules_of(request_).origins.is_empty
+    for wrong in (
+        "*",
+        "null",
+        "app.example",
+        "https://",
+        "https://app.example/page",
+        "https://a.example, https://b.example",
+    ):
+        with pytest.raises(ContractError, match="--allowed-origin: expected SCHEME://HOST"):
+            rules_of(replace(request_, allowed_origins=(wrong,)))
 
 
 def test_a_key_is_not_in_the_requests_text(request_):

@@ -124,6 +124,26 @@ def test_bytes_that_are_no_text_do_not_wait_for_ever(tokenizer):
     assert len(stream._recent) < 20
 
 
+@pytest.mark.parametrize("text", [text for text in TEXTS if text])
+def test_tokens_have_the_bytes_of_the_text(tokenizer, text):
+    joined = b"".join(map(tokenizer.token_bytes, tokenizer.encode(text)))
+    assert joined.decode().removeprefix("<s>") in (text, f" {text}")  # SentencePiece puts a space before it
+
+
+def test_the_bytes_of_tokens_that_are_no_plain_text(tmp_path):
+    library = byte_tokenizer()
+    library.add_tokens(["日本", "<0xE9>"])
+    library.add_special_tokens(["<é>"])
+    plain = save(tmp_path / "bytes", library, vocab_size=300)
+    for text, expected in (("日本", "日本".encode()), ("<0xE9>", b"<0xE9>"), ("<é>", "<é>".encode()), ("é", b"\xe9")):
+        assert plain.token_bytes(library.token_to_id(text)) == expected
+    assert plain.token_bytes(299) == b""
+    library = sentencepiece()
+    pieces = save(tmp_path / "pieces", library, vocab_size=300)
+    for text, expected in (("<0xE9>", b"\xe9"), ("</s>", b"</s>"), ("▁", b" "), ("a", b"a")):
+        assert pieces.token_bytes(library.token_to_id(text)) == expected
+
+
 def test_special_tokens_are_not_text(tmp_path):
     tokenizer = save(tmp_path, byte_tokenizer())
     a, b = tokenizer.encode("ab")[1:]

@@ -29,16 +29,20 @@ def _read_config(context: click.Context, option: click.Parameter, file: Path | N
         given = tomllib.loads(read_regular(file, _MOST_BYTES).decode())
     except (OSError, ValueError) as error:
         raise ContractError(f"--config {printable(file)}: cannot be read: {printable(error)}") from None
-    names = {
-        name.lstrip("-"): parameter.name
+    options = {
+        name.lstrip("-"): parameter
         for parameter in context.command.params
         for name in parameter.opts
         if parameter.name not in ("config", "help")
     }
-    for name in given:
-        if name.replace("_", "-") not in names:
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        declared = options.get(name.replace("_", "-"))
+        if declared is None:
             raise ContractError(f"--config {printable(file)}: {printable(repr(name))} is no option of this command")
-    context.default_map = {names[name.replace("_", "-")]: value for name, value in given.items()}
+        is_single = getattr(declared, "multiple", False) and isinstance(value, str)  # click would take its letters
+        values[str(declared.name)] = [value] if is_single else value
+    context.default_map = values
 
 
 _PATH = click.Path(path_type=Path)
@@ -58,7 +62,13 @@ _PATH = click.Path(path_type=Path)
 @threads_option
 @click.argument("model", required=False)
 @click.option("--demo", is_flag=True, help="Serve the small model in the package; no MODEL then.")
-@click.option("--name", help="By which clients ask for the model.  [default: MODEL as it is given]")
+@click.option(
+    "--name",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    help="The model's name for clients; repeat it for several.  [default: MODEL as it is given]",
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
 @click.option("--port", type=int, default=8000, show_default=True, help="0 is any that is free.")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), help="Default: bfloat16, unless it is in float32.")
@@ -90,6 +100,7 @@ _PATH = click.Path(path_type=Path)
     show_default=True,
     help="Sampling that requests leave out: as the model's generation_config.json has it, or not.",
 )
+@click.option("--strict", is_flag=True, help="Refuse fields of requests that are not known, instead of ignoring them.")
 @click.option("--drain-seconds", type=float, default=30.0, show_default=True, help="For requests when it is stopped.")
 @click.option(
     "--stall-seconds", type=float, default=120.0, show_default=True, help="A step that is longer is unhealthy."
@@ -98,10 +109,17 @@ _PATH = click.Path(path_type=Path)
 @click.option("--api-key-file", type=_PATH, metavar="FILE", help="The key is this file's text.")
 @click.option("--allow-unauthenticated", is_flag=True, help="Without a key, on a --host that other machines reach.")
 @click.option("--allowed-host", "allowed_hosts", multiple=True, metavar="NAME", help="Of Host and Origin; repeat it.")
+@click.option(
+    "--allowed-origin",
+    "allowed_origins",
+    multiple=True,
+    metavar="ORIGIN",
+    help="A page that may read answers, as https://app.example; repeat it.",
+)
 @click.option("--metrics", is_flag=True, help="Serve /metrics, for Prometheus.")
 @click.option("--max-body-bytes", type=int, help="Of a request.  [default: 262144, or 16 a token of the longest]")
 @click.option("--max-connections", type=int, default=256, show_default=True, help="At a time.")
-def serve_command(model: str | None, demo: bool, name: str | None, **options: Any) -> None:
+def serve_command(model: str | None, demo: bool, names: tuple[str, ...], **options: Any) -> None:
     """Serve a checkpoint folder, a GGUF file or a hub's model, `org/name[:Q4_K_M]`, for OpenAI's clients."""
     from paged_kv.engine.demo_model import FOLDER
     from paged_kv.serve.launch import serve
@@ -109,4 +127,5 @@ def serve_command(model: str | None, demo: bool, name: str | None, **options: An
 
     if demo == (model is not None):
         raise ContractError("name one MODEL, or --demo")
-    serve(Settings(FOLDER if model is None else Path(model), name or model or "demo", **options))
+    name, *aliases = names or (model or "demo",)
+    serve(Settings(FOLDER if model is None else Path(model), name, aliases=tuple(aliases), **options))

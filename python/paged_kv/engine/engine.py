@@ -344,7 +344,7 @@ class Engine:
                 f" {self.pool.page_size}, the pool has {self.pool.num_pages}"
             )
         structure = compile_structure(self._tokenizer, sampling.structured_output)
-        end = frozenset(sampling.stop_tokens) | frozenset(() if sampling.ignore_end else config.eos_token_ids)
+        end = sampling.end_tokens(config.eos_token_ids)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         return Request(
             next(self._numbers), tokens, sampling, n, namespace, seed, limit, end, outbox, structure, root=root

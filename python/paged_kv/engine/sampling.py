@@ -266,6 +266,10 @@ class Sampling:
         if outside:
             raise ContractError(f"logit_bias has token id {shown(outside[0])}; the vocabulary is 0 to {size - 1}")
 
+    def end_tokens(self, of_model: Iterable[int]) -> frozenset[int]:
+        """The tokens that end a sample, which have no text; `of_model` are the model's own."""
+        return frozenset(self.stop_tokens) | frozenset(() if self.ignore_end else of_model)
+
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
         """`logit_bias` as it is kept."""

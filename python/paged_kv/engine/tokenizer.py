@@ -4,7 +4,9 @@ vocabulary.
 
 from __future__ import annotations
 
-from functools import cached_property
+import json
+import re
+from functools import cache, cached_property
 from pathlib import Path
 
 from paged_kv.arguments import printable
@@ -20,6 +22,7 @@ from paged_kv.structured_output import StructureCompiler
 
 _REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet one
 _UNFINISHED = 3  # a character has at most four bytes: at most three can wait for the last
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")  # a byte token of SentencePiece
 _CONTEXT = 8  # tokens after which a stream forgets older ones, whole character or not
 
 
@@ -103,6 +106,37 @@ class Tokenizer:
                 return str(text[len(before) :])
         return str(self._tokenizer.decode([token], skip_special_tokens=False))
 
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of one token inside a text, perhaps a part of a character. Those of a special token are its name's,
+        and a number that the vocabulary leaves out has none.
+        """
+        piece: str | None = self._tokenizer.id_to_token(token)
+        if piece is None:
+            return b""
+        if token in self._special_ids:
+            return piece.encode()
+        if "ByteLevel" in self._decoders and all(symbol in _byte_symbols() for symbol in piece):
+            return bytes(_byte_symbols()[symbol] for symbol in piece)
+        if "ByteFallback" in self._decoders and _BYTE.fullmatch(piece):
+            return bytes.fromhex(piece[3:5])
+        return self.token_text(token).encode()
+
+    def token_name(self, token: int) -> str:
+        """The vocabulary's own spelling of a token, such as `Ġthe`; empty for a number that it leaves out."""
+        return self._tokenizer.id_to_token(token) or ""
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return frozenset(number for number, token in added.items() if token.special)
+
+    @cached_property
+    def _decoders(self) -> frozenset[str]:
+        """The kinds of steps by which tokens become text."""
+        decoder = self._tokenizer.decoder
+        state = {} if decoder is None else json.loads(decoder.__getstate__())
+        return frozenset(each["type"] for each in (state, *state.get("decoders", ())) if "type" in each)
+
     @cached_property
     def special_tokens(self) -> frozenset[str]:
         """The texts of the vocabulary's special tokens."""
@@ -158,6 +192,16 @@ class StreamDecoder:
 
     def _text(self) -> str:
         return self._tokenizer.decode(self._recent, skip_special_tokens=self._skips)
+
+
+@cache
+def _byte_symbols() -> dict[str, int]:
+    """The byte of each character of the alphabet that byte-level vocabularies are written in: printable characters of
+    Latin-1 are their own bytes, the others follow from U+0100 on in the order of their bytes.
+    """
+    printable_bytes = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = [byte for byte in range(256) if byte not in printable_bytes]
+    return {chr(byte): byte for byte in printable_bytes} | {chr(256 + at): byte for at, byte in enumerate(others)}
 
 
 def _waiting(text: str) -> int:

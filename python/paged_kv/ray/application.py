@@ -97,6 +97,10 @@ class Arguments(BaseModel):
     slack: int = SLACK
     allowed_hosts: tuple[str, ...] = ()
     """Names of this server, beside those of loopback."""
+    allowed_origins: tuple[str, ...] = ()
+    """Pages of other servers that may read answers, as `https://app.example`."""
+    aliases: tuple[str, ...] = ()
+    """Further names of the model."""
     api_key_file: Path | None = None
     """Read by each ingress; or the variable PAGED_KV_API_KEY is set; else no key is asked for."""
     metrics: bool = False
@@ -105,6 +109,8 @@ class Arguments(BaseModel):
     chat_template: Path | None = None
     """A file in place of the checkpoint's template."""
     generation_config: Literal["model", "none"] = "model"
+    strict: bool = False
+    """True if requests are refused of which a part is not known."""
 
     @property
     def each(self) -> Model:
@@ -147,7 +153,7 @@ class Ingress:
             Ways(self._start, self._running, self._pools, LOST, full, down, given.retries, given.stall_seconds)
         )
         model = served_model(settings, open_source(settings.model), given.num_pages * given.page_size)
-        served = application(model, backend, Metrics(settings.name, backend))
+        served = application(model, backend, Metrics(settings.name, backend), strict=settings.strict)
         return Middleware(served, settings.rules(model.most_tokens))
 
     async def _start(self, job: Job) -> AsyncGenerator[list[Piece], None]:

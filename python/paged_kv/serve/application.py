@@ -19,14 +19,15 @@ from paged_kv.errors import CheckpointError, ContractError, ContractTypeError, P
 from paged_kv.serve.anthropic_messages import count_tokens, read_messages_request
 from paged_kv.serve.backend import Backend, Busy, Failed, Gone, Job, Piece
 from paged_kv.serve.exchange import Event, Exchange
-from paged_kv.serve.fields import Fields, parse
+from paged_kv.serve.fields import FieldError, Fields, parse
+from paged_kv.serve.ignored import Ignored, UnknownParts
 from paged_kv.serve.metrics import Metrics
-from paged_kv.serve.middleware import Receive, Scope, Send, error_event, error_of
+from paged_kv.serve.middleware import ANTHROPIC, Receive, Scope, Send, error_event, error_of
 from paged_kv.serve.openai_chat import read_chat, read_conversation
 from paged_kv.serve.openai_completions import read_completion
-from paged_kv.serve.openai_responses import read_response
+from paged_kv.serve.openai_responses import count_input_tokens, read_response
 from paged_kv.serve.page import HEADERS, PAGE
-from paged_kv.serve.served_model import ServedModel, UnknownModel
+from paged_kv.serve.served_model import ContextExceeded, ServedModel, UnknownModel
 
 logger = logging.getLogger("paged_kv.serve")
 
@@ -39,28 +40,36 @@ ROUTES: Mapping[str, Callable[[Fields, ServedModel], Exchange]] = {
 """Readers of the bodies of routes that compute tokens."""
 _LONG = 4096
 """Bytes of a body above which it is read beside the event loop."""
+_COMPILED = (
+    *(b'"tools"', b'"response_format"', b'"structured_outputs"', b'"guided_', b'"grammar"'),
+    *(b'"format"', b'"output_config"', b'"output_format"'),
+)
+"""Fields whose structures are tried out, perhaps for seconds."""
 _REFUSALS = (ContractError, ContractTypeError, CheckpointError, ToolchainError)
 
 
-def application(model: ServedModel, backend: Backend, metrics: Metrics) -> Starlette:
-    """The application of one model."""
+def application(model: ServedModel, backend: Backend, metrics: Metrics, *, strict: bool = False) -> Starlette:
+    """The application of one model; a strict one refuses parts of requests that it does not know."""
+    unknown = UnknownParts(strict)
 
     async def compute(request: Request) -> Reply:
-        body, read = await request.body(), ROUTES[request.url.path]
-        exchange = await _beside(body, lambda: read(parse(body), model))
-        return Reply(exchange, backend, metrics)
+        body, read, ignored = await request.body(), ROUTES[request.url.path], Ignored(unknown)
+        exchange = await _beside(body, lambda: read(parse(body, ignored), model))
+        return Reply(exchange, backend, metrics, ignored.headers())
 
     async def told(request: Request) -> JSONResponse:
-        body, read = await request.body(), QUESTIONS[request.url.path]
-        return JSONResponse(await _beside(body, lambda: read(parse(body), model)))
+        body, read, ignored = await request.body(), QUESTIONS[request.url.path], Ignored(unknown)
+        answer = await _beside(body, lambda: read(parse(body, ignored), model))
+        return JSONResponse(answer, headers=ignored.headers())
 
     async def models(request: Request) -> JSONResponse:
-        name = request.path_params.get("name")
-        if name is None:
-            return JSONResponse({"object": "list", "data": [model.describe()]})
-        if name != model.name:
-            raise UnknownModel("model", f"{name!r} is not served here; {model.name!r} is")
-        return JSONResponse(model.describe())
+        name, for_anthropic = request.path_params.get("name"), "anthropic-version" in request.headers
+        if name is not None:
+            return JSONResponse(model.named(name).describe(for_anthropic=for_anthropic))
+        listed = {"data": [model.named(each).describe(for_anthropic=for_anthropic) for each in model.names]}
+        if for_anthropic:
+            return JSONResponse(listed | {"has_more": False, "first_id": model.names[0], "last_id": model.names[-1]})
+        return JSONResponse({"object": "list"} | listed)
 
     async def health(_: Request) -> JSONResponse:
         await backend.check()
@@ -90,20 +99,30 @@ def application(model: ServedModel, backend: Backend, metrics: Metrics) -> Starl
 
 
 async def _beside(body: bytes, work: Callable[[], Any]) -> Any:
-    """Return what reading a body gives; a long one is read in a thread."""
-    return await asyncio.to_thread(work) if len(body) > _LONG else work()
+    """Return what reading a body gives; a long one, and one whose structures may be compiled, is read in a thread."""
+    is_long = len(body) > _LONG or any(name in body for name in _COMPILED)
+    return await asyncio.to_thread(work) if is_long else work()
 
 
 def _tokenize(body: Fields, model: ServedModel) -> dict[str, Any]:
     model.check_name(body)
-    if "messages" in body:
-        tokens = model.tokens("messages", read_conversation(body, model).prompt(), is_template=True)
+    is_chat = "messages" in body
+    special = body.flag("add_special_tokens", not is_chat)
+    body.refuse("chat_template")
+    body.ignore(("mm_processor_kwargs", "media_io_kwargs"))
+    if is_chat:
+        tokens = model.tokens("messages", read_conversation(body, model).prompt(), special=special)
     else:
-        tokens = model.tokens("prompt", body.text("prompt"), special=body.flag("add_special_tokens", True))
+        tokens = model.tokens("prompt", body.text("prompt"), special=special)
     with_texts = body.flag("return_token_strs", False)
     body.end()
-    found = {"count": len(tokens), "max_model_len": model.most_tokens, "tokens": list(tokens)}
-    return found | ({"token_strs": [model.token_text(token) for token in tokens]} if with_texts else {})
+    names = [model.tokenizer.token_name(token) for token in tokens] if with_texts else None
+    return {
+        "count": len(tokens),
+        "max_model_len": model.most_tokens,
+        "tokens": list(tokens),
+        "token_strs": names,
+    }
 
 
 def _detokenize(body: Fields, model: ServedModel) -> dict[str, Any]:
@@ -117,6 +136,7 @@ def _detokenize(body: Fields, model: ServedModel) -> dict[str, Any]:
 
 QUESTIONS: Mapping[str, Callable[[Fields, ServedModel], dict[str, Any]]] = {
     "/v1/messages/count_tokens": count_tokens,
+    "/v1/responses/input_tokens": count_input_tokens,
     "/tokenize": _tokenize,
     "/detokenize": _detokenize,
 }
@@ -124,10 +144,17 @@ QUESTIONS: Mapping[str, Callable[[Fields, ServedModel], dict[str, Any]]] = {
 
 
 class Reply:
-    """An ASGI answer that grows with the pieces of an exchange. A client that leaves ends its jobs."""
+    """An ASGI answer that grows with the pieces of an exchange. A client that leaves ends its jobs.
 
-    def __init__(self, exchange: Exchange, backend: Backend, metrics: Metrics) -> None:
-        self._exchange, self._backend, self._metrics = exchange, backend, metrics
+    Args:
+        exchange: The request, and its answer.
+        backend: Computes its jobs.
+        metrics: Watch them.
+        headers: Further headers of an answer that is no error.
+    """
+
+    def __init__(self, exchange: Exchange, backend: Backend, metrics: Metrics, headers: Mapping[str, str]) -> None:
+        self._exchange, self._backend, self._metrics, self._headers = exchange, backend, metrics, headers
         self._streams = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -156,10 +183,10 @@ class Reply:
             if exchange.stream:
                 await self._send_events(send, exchange.end(), last=True)
             else:
-                await _send_whole(send, 200, json.dumps(exchange.whole()).encode())
+                await _send_whole(send, 200, json.dumps(exchange.whole()).encode(), self._headers)
         except Exception as error:
             status, message, headers = _answer_of(error)
-            said = error_of(status, message, getattr(error, "param", None), path)
+            said = _told(error, status, message, path)
             if self._streams:
                 await send({"type": "http.response.body", "body": error_event(said, path)})
             else:
@@ -206,7 +233,8 @@ class Reply:
         if not self._streams:
             self._streams, events = True, [*self._exchange.begin(), *events]
             kind = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-            await send({"type": "http.response.start", "status": 200, "headers": kind})
+            headers = kind + [(name.encode(), value.encode()) for name, value in self._headers.items()]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
         named = self._exchange.NAMED_EVENTS
         body = b"".join(_written(event, named) for event in events)
         if last and not named:
@@ -253,10 +281,17 @@ def _answer_of(error: Exception) -> tuple[int, str, dict[str, str]]:
     return status, message, headers
 
 
+def _told(error: Exception, status: int, message: str, path: str) -> dict[str, Any]:
+    """The body that tells an error."""
+    if isinstance(error, ContextExceeded) and path.startswith(ANTHROPIC):
+        message = error.anthropic
+    param, code = (error.param, error.code) if isinstance(error, FieldError) else (None, None)
+    return error_of(status, message, param, path, code)
+
+
 async def _error(request: Request, error: Exception) -> Response:
     status, message, headers = _answer_of(error)
-    said = error_of(status, message, getattr(error, "param", None), request.url.path)
-    return JSONResponse(said, status, headers)
+    return JSONResponse(_told(error, status, message, request.url.path), status, headers)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:

@@ -117,13 +117,17 @@ class ChoicesExchange(Exchange):
     def __init__(self, jobs: Sequence[Job], model: ServedModel, wishes: Wishes, prefix: str, kind: str) -> None:
         super().__init__(jobs, stream=wishes.stream)
         self.model, self.wishes = model, wishes
+        self.end_tokens = self.jobs[0].sampling.end_tokens(model.config.eos_token_ids)
+        """They end a sample and are no part of its text, so they have no log-probabilities in the answer."""
         about = {"object": kind, "created": int(time.time()), "model": model.name}
-        self._head = {"id": f"{prefix}-{secrets.token_hex(12)}", **about}
+        self._head = {"id": f"{prefix}-{secrets.token_hex(12)}", **about, "system_fingerprint": model.fingerprint}
 
     def answer(self, choices: Sequence[Mapping[str, Any]], *, usage: bool) -> Event:
         """An event, or the whole answer, with some choices."""
         said = {**self._head, "choices": choices}
-        return said | ({"usage": self.usage.openai()} if usage or self.wishes.usage_always else {})
+        if usage or self.wishes.usage_always:
+            return said | {"usage": self.usage.openai()}
+        return said | ({"usage": None} if self.wishes.usage_at_end else {})
 
     def end(self) -> list[Event]:
         return [self.answer([], usage=True)] if self.wishes.usage_at_end else []

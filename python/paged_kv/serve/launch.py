@@ -45,27 +45,36 @@ def serve(settings: Settings) -> None:
     """
     setup = set_up(settings)
     rules = settings.rules(setup.size.max_length)
-    model = served_model(settings, setup.source, setup.size.max_length)
+    most_samples = settings.max_running + settings.max_queue
+    model = served_model(settings, setup.source, setup.size.max_length, most_samples)
     sockets = listening_sockets(settings.host, settings.port)  # from here on, the port is no other program's
     os.environ.pop(API_KEY, None)  # nothing that this process starts needs it
     for line in described(setup, model):
         say(line)
     engine = setup.engine(model.tokenizer)
-    backend = LocalBackend(engine, settings.max_running + settings.max_queue, settings.stall_seconds)
-    app = application(model, backend, Metrics(settings.name, backend))
+    backend = LocalBackend(engine, most_samples, settings.stall_seconds)
+    app = application(model, backend, Metrics(settings.name, backend), strict=settings.strict)
     listen(app, rules, sockets, settings, model)
     engine.flush()
 
 
-def served_model(settings: Settings, source: Source, most_tokens: int) -> ServedModel:
-    """The model as requests are read for it, of `most_tokens` at most.
+def served_model(settings: Settings, source: Source, most_tokens: int, most_samples: int | None = None) -> ServedModel:
+    """The model as requests are read for it, of `most_tokens` and of `most_samples` at most.
 
     Raises:
         ContractError: the chat template cannot be read.
         CheckpointError: the model's own files cannot be, or say what is not supported.
     """
     sampling = source.sampling(OF_MODEL) if settings.generation_config == "model" else {}
-    return ServedModel(source, settings.name, most_tokens, read_template(settings.chat_template), sampling)
+    return ServedModel(
+        source,
+        settings.name,
+        most_tokens,
+        read_template(settings.chat_template),
+        sampling,
+        aliases=settings.aliases,
+        most_samples=most_samples,
+    )
 
 
 def described(setup: EngineSetup, model: ServedModel) -> list[str]:

@@ -3,7 +3,8 @@
     connection  one too many: the longest idle one is closed, else 503    connections.py
        |        its head is malformed or too long: 400; too slow: 408     connections.py
     Host        not this server's name: 403 (a name that an attacker's DNS leads here)
-    Origin      of a page that is not this server's: 403
+    Origin      of a page that is not this server's, and that --allowed-origin does not name: 403
+       |        a browser that asks whether such a page may send a request: answered here    origins.py
     key         none, or a wrong one: 401 (not for OPEN)
     route       an operator's, or none: 404
     type        a body that is not application/json: 415
@@ -21,13 +22,17 @@ import asyncio
 import hmac
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from dataclasses import dataclass
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import sha256
 from ipaddress import ip_address
 from typing import Any
 
 import numpy as np
+
+from paged_kv.serve.origins import Origins
 
 logger = logging.getLogger("paged_kv.serve")
 
@@ -42,7 +47,7 @@ OPEN = frozenset({"/", "/health", "/v1/health", "/ping"})
 """Answered without a key: the page, which asks for it, and that the server is there."""
 CLIENTS = OPEN | {
     *("/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
-    *("/v1/messages/count_tokens", "/tokenize", "/detokenize", "/pool"),
+    *("/v1/messages/count_tokens", "/v1/responses/input_tokens", "/tokenize", "/detokenize", "/pool"),
 }
 CLIENTS_BELOW = ("/v1/models/",)
 OPERATORS = frozenset({"/metrics"})
@@ -59,8 +64,11 @@ LINGER_SECONDS = 10.0
 _DROPS = 8
 """Refused bodies that are dropped at a time."""
 
+_NUMBER = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-_ANTHROPIC = "/v1/messages"
+_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
+ANTHROPIC = "/v1/messages"
+"""The beginning of the paths of Anthropic's routes."""
 _BRACKETS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
 
@@ -84,14 +92,26 @@ class Rules:
     operator_routes: bool = False
     max_body_bytes: int = 1 << 18
     max_connections: int = 256
+    origins: Origins = field(default_factory=Origins)
+    """Pages of other servers that may send requests and read their answers."""
 
 
-def error_of(status: int, message: str, param: str | None = None, path: str = "") -> dict[str, Any]:
-    """OpenAI's shape of an error, or Anthropic's on its routes; `param` is the field that is wrong."""
+def error_of(
+    status: int, message: str, param: str | None = None, path: str = "", code: str | None = None
+) -> dict[str, Any]:
+    """OpenAI's shape of an error, or Anthropic's on its routes.
+
+    Args:
+        status: HTTP's.
+        message: For people.
+        param: The field that is wrong.
+        path: The route.
+        code: A word for programs; by default that of the status, where it has one.
+    """
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    if path.startswith(_ANTHROPIC):
+    if path.startswith(ANTHROPIC):
         return {"type": "error", "error": {"type": kind, "message": message}}
-    return {"error": {"message": message, "type": kind, "param": param, "code": str(status)}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": code or _CODES.get(status)}}
 
 
 def error_body(status: int, message: str, path: str = "") -> bytes:
@@ -101,7 +121,7 @@ def error_body(status: int, message: str, path: str = "") -> bytes:
 
 def error_event(said: dict[str, Any], path: str) -> bytes:
     """An error as an event of a stream."""
-    name = b"event: error\n" if path.startswith((_ANTHROPIC, "/v1/responses")) else b""
+    name = b"event: error\n" if path.startswith((ANTHROPIC, "/v1/responses")) else b""
     return name + b"data: " + json.dumps(said).encode() + b"\n\n"
 
 
@@ -129,9 +149,18 @@ class Middleware:
             await self._application(scope, receive, send)
         if scope["type"] != "http":  # the application knows no WebSockets
             return
-        answer = _Answer(send, scope["path"])
+        headers, rules = scope["headers"], self._rules
+        origins = _values(headers, b"origin")
+        number = request_number(_values(headers, b"x-request-id"))
+        also = rules.origins.headers(origins[0] if len(origins) == 1 else None)
+        answer = _Answer(send, scope["path"], number, also)
         body = _Body(scope, receive)
         try:
+            self._check_page(scope, origins)
+            if scope["method"] == "OPTIONS" and len(origins) == 1 and rules.origins.allows(origins[0]):
+                requested = ",".join(_values(headers, b"access-control-request-headers")).encode("latin-1")
+                await answer.empty(rules.origins.preflight(requested))
+                return
             self._check(scope)
             await body.read(self._rules.max_body_bytes)
             await self._application(scope, body.again, answer.send)
@@ -142,25 +171,25 @@ class Middleware:
         except asyncio.CancelledError:  # uvicorn's, once the time is up in which running requests may end
             await answer.fail(503, "The server was stopped before this request was done.")
         except Exception:
-            logger.exception("%s %s", scope["method"], scope["path"])
+            logger.exception("%s %s (request %s)", scope["method"], scope["path"], number)
             await answer.fail(500, "Internal server error.")
 
-    def _check(self, scope: Message) -> None:
-        """All that needs no body.
-
-        Raises:
-            Refused: a rule is broken.
-        """
-        headers: list[tuple[bytes, bytes]] = scope["headers"]
+    def _check_page(self, scope: Message, origins: Sequence[str]) -> None:
+        """The server that is asked, and the pages that ask it. Raises Refused."""
         rules = self._rules
-        named = _values(headers, b"host")
+        named = _values(scope["headers"], b"host")
         if len(named) != 1:
             raise Refused(400, "A request needs one Host header.")
         if host_name(named[0]) not in rules.hosts and not _is_own_address(host_name(named[0]), scope.get("server")):
             raise Refused(403, "This Host is not served here: see --allowed-host.")
-        for origin in _values(headers, b"origin"):
-            if host_name(origin.partition("://")[2]) not in rules.hosts:
-                raise Refused(403, "Requests of this Origin are not served: see --allowed-host.")
+        for origin in origins:
+            if host_name(origin.partition("://")[2]) not in rules.hosts and not rules.origins.allows(origin):
+                raise Refused(403, "Requests of this Origin are not served: see --allowed-origin.")
+
+    def _check(self, scope: Message) -> None:
+        """All else that needs no body. Raises Refused."""
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        rules = self._rules
         path: str = scope["path"]
         if path not in OPEN and not self._has_key(headers):
             raise Refused(401, "A key is needed: Authorization: Bearer KEY.")
@@ -257,10 +286,19 @@ class _Body:
 
 
 class _Answer:
-    """ASGI's `send`, which knows how far the answer has come."""
+    """ASGI's `send`, which knows how far the answer has come, and adds headers to it.
 
-    def __init__(self, send: Send, path: str) -> None:
+    Args:
+        send: The server's.
+        path: The route.
+        number: The request's.
+        headers: Further headers.
+    """
+
+    def __init__(self, send: Send, path: str, number: str, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
         self._send, self._path = send, path
+        names = (b"x-request-id", b"request-id") if path.startswith(ANTHROPIC) else (b"x-request-id",)
+        self._headers = [*((name, number.encode()) for name in names), *headers]
         self._started = self._ended = self._is_stream = False
 
     async def send(self, message: Message) -> None:
@@ -268,6 +306,7 @@ class _Answer:
             self._started = True
             kinds = _values(message.get("headers", ()), b"content-type")
             self._is_stream = any(kind.startswith("text/event-stream") for kind in kinds)
+            message = {**message, "headers": [*message.get("headers", ()), *self._headers]}
         else:
             self._ended = not message.get("more_body", False)
         await self._send(message)
@@ -279,8 +318,15 @@ class _Answer:
         sent = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         sent += [(b"www-authenticate", b"Bearer")] if status == 401 else []
         sent += [(b"connection", b"close")] if closes else []
-        await self._send({"type": "http.response.start", "status": status, "headers": sent})
+        await self._send({"type": "http.response.start", "status": status, "headers": [*sent, *self._headers]})
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def empty(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        """An answer without a body."""
+        self._started = self._ended = True
+        sent = [*headers, *self._headers]
+        await self._send({"type": "http.response.start", "status": 204, "headers": sent})
+        await self._send({"type": "http.response.body", "body": b""})
 
     async def end(self) -> None:
         await self._send({"type": "http.response.body", "body": b""})
@@ -299,6 +345,11 @@ class _Answer:
 
 def _values(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> list[str]:
     return [value.decode("latin-1") for key, value in headers if key.lower() == name]
+
+
+def request_number(named: Sequence[str]) -> str:
+    """The client's own number of a request, where it names one that can stand in a log, else a new one."""
+    return named[0] if len(named) == 1 and _NUMBER.fullmatch(named[0]) else f"req_{secrets.token_hex(12)}"
 
 
 def host_name(authority: str) -> str:

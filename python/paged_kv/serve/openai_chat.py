@@ -8,15 +8,30 @@ from typing import Any
 
 from paged_kv.engine.sampling import Logprobs
 from paged_kv.serve.backend import Job, Piece
-from paged_kv.serve.chat import CallStart, Content, Delta, MessageParser, Reasoning
-from paged_kv.serve.chat_request import Conversation, Message, chat_format, read_choice
+from paged_kv.serve.chat import CallStart, ChatFormat, Content, Delta, Reasoning
+from paged_kv.serve.chat_request import Conversation, Message, chat_format
+from paged_kv.serve.client_tools import ClientTools, ToolCall, read_choice, read_text_tool, text_arguments
 from paged_kv.serve.exchange import ChoicesExchange, Event, Exchange, Wishes
-from paged_kv.serve.fields import Fields
+from paged_kv.serve.fields import Fields, OtherParts
 from paged_kv.serve.openai_completions import MOST_SAMPLES
-from paged_kv.serve.sampling import MOST_LOGPROBS, read_structure
+from paged_kv.serve.sampling import MOST_LOGPROBS, REFUSED, read_structure
 from paged_kv.serve.served_model import ServedModel
 
+_OWN_VALUES = (
+    "messages",
+    "tools",
+    "self",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "tokenize",
+)
+"""Names of what transformers' `apply_chat_template` and the server take themselves."""
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+_REFUSED = (*REFUSED, "functions", "function_call", "audio", "echo", "documents", "chat_template")
+"""Fields without which the answer would be another one than a client relies on."""
+_OTHERS: dict[str, OtherParts] = {"tool": "name", "assistant": "drop"}
+"""The fate of parts that are no texts; in other messages they are refused."""
 
 
 def read_chat(body: Fields, model: ServedModel) -> Exchange:
@@ -25,15 +40,16 @@ def read_chat(body: Fields, model: ServedModel) -> Exchange:
     Raises:
         ContractError, ContractTypeError, CheckpointError, ToolchainError: a field cannot be taken.
     """
-    model.check_name(body)
+    model = model.check_name(body)
     conversation = read_conversation(body, model)
     n = body.integer("n", 1, 1, MOST_SAMPLES)
+    model.check_samples("n", 1, n)
     wishes = Wishes.read(body)
     logprobs = body.flag("logprobs", False)
     top = body.integer("top_logprobs", 0, 0, MOST_LOGPROBS)
     if top and not logprobs:
         raise body.error("top_logprobs", "belongs to a request with logprobs: true")
-    for name in ("functions", "function_call", "audio", "echo", "continue_final_message"):
+    for name in _REFUSED:
         body.refuse(name)
     body.refuse("modalities", (["text"],))
     if not body.flag("skip_special_tokens", True):
@@ -47,7 +63,7 @@ def read_chat(body: Fields, model: ServedModel) -> Exchange:
         logprobs=top if logprobs else None,
     )
     body.end()
-    return ChatCompletions(job, model, wishes, [conversation.parser(prompt) for _ in range(n)])
+    return ChatCompletions(job, model, wishes, [conversation.message(prompt) for _ in range(n)])
 
 
 def read_conversation(body: Fields, model: ServedModel) -> Conversation:
@@ -60,20 +76,50 @@ def read_conversation(body: Fields, model: ServedModel) -> Conversation:
     messages = [_message(each) for each in body.objects("messages")]
     if not messages:
         raise body.error("messages", "must be a list of at least one message")
-    tools = [each.raw() for each in body.objects("tools")] or None
-    template = dict(body.object("chat_template_kwargs", None).raw())
+    chat = chat_format(model)
+    tools = _tools(body, chat)
+    template = _template_values(body.object("chat_template_kwargs", None))
     if "reasoning_effort" in body:
         template["reasoning_effort"] = body.text("reasoning_effort")
-    if not body.flag("add_generation_prompt", True):
-        raise body.error("add_generation_prompt", "is not supported other than true")
+    continues = body.flag("continue_final_message", False)
+    if not body.flag("add_generation_prompt", not continues):
+        template["add_generation_prompt"] = False
+    elif continues:
+        raise body.error("continue_final_message", "belongs to a request with add_generation_prompt: false")
     return Conversation(
-        chat_format(model),
+        chat,
         messages,
-        tools,
-        read_choice(body, bool(tools), "function"),
+        tools.functions or None,
+        read_choice(body, tools, nested=True),
         body.flag("parallel_tool_calls", True),
         template,
+        tools.by_function,
+        tools.schema_paths,
+        continues,
     )
+
+
+def _tools(body: Fields, chat: ChatFormat) -> ClientTools:
+    tools = ClientTools()
+    for given in body.objects("tools"):
+        kind = given.text("type", "function")
+        if kind == "function":
+            tools.add(given.raw(), given.path("function.parameters"))
+        elif kind == "custom":
+            custom = given.object("custom")
+            function, client = read_text_tool(custom, has_grammars=chat.syntax.WRITES_JSON)
+            tools.add(function, custom.path("format"), client)
+        else:
+            given.leave_out(("function", "custom"))
+    return tools
+
+
+def _template_values(given: Fields) -> dict[str, Any]:
+    """Further values for the template, other than those that a request has fields for."""
+    for name in _OWN_VALUES:
+        if name in given:
+            raise given.error(name, "is no value of the template that a request may set")
+    return dict(given.raw())
 
 
 def _message(given: Fields) -> dict[str, Any]:
@@ -81,7 +127,8 @@ def _message(given: Fields) -> dict[str, Any]:
     role = given.choice("role", _ROLES)
     message: dict[str, Any] = {"role": role}
     if "content" in given:
-        message["content"] = given.texts("content", ("text",), ("cache_control",))
+        others = _OTHERS.get(str(role), "refuse")
+        message["content"] = given.texts("content", ("text", "refusal"), ("cache_control",), others)
     elif role != "assistant":
         raise given.error("content", "is missing")
     if "tool_calls" in given:
@@ -99,11 +146,13 @@ def _message(given: Fields) -> dict[str, Any]:
 
 
 def _call(call: Fields) -> dict[str, Any]:
-    function = call.object("function")
-    named = {"name": function.text("name"), "arguments": function.any("arguments", "{}")}
-    said = {"id": call.text("id", ""), "type": call.choice("type", ("function",), "function"), "function": named}
+    kind = call.choice("type", ("function", "custom"), "function")
+    given = call.object(str(kind))
+    arguments = given.any("arguments", "{}") if kind == "function" else text_arguments(str(given.text("input")))
+    function = {"name": given.text("name"), "arguments": arguments}
+    said = {"id": call.text("id", ""), "type": "function", "function": function}
     call.ignore(("index",))
-    function.end()
+    given.end()
     call.end()
     return said
 
@@ -111,10 +160,10 @@ def _call(call: Fields) -> dict[str, Any]:
 class ChatCompletions(ChoicesExchange):
     """The answer of /v1/chat/completions."""
 
-    def __init__(self, job: Job, model: ServedModel, wishes: Wishes, parsers: Sequence[MessageParser]) -> None:
+    def __init__(self, job: Job, model: ServedModel, wishes: Wishes, messages: Sequence[Message]) -> None:
         kind = "chat.completion.chunk" if wishes.stream else "chat.completion"
         super().__init__([job], model, wishes, "chatcmpl", kind)
-        self._messages = [Message(parser) for parser in parsers]
+        self._messages = messages
         self._told = [False] * job.n
 
     def take(self, job: int, sample: int, pieces: Sequence[Piece]) -> list[Event]:  # noqa: ARG002
@@ -127,7 +176,7 @@ class ChatCompletions(ChoicesExchange):
         if not self._told[sample]:
             self._told[sample], said = True, {"role": "assistant", "content": ""}
         for delta in deltas:
-            _add(said, delta)
+            _add(said, delta, message.calls)
         choice = {"index": sample, "delta": said, "finish_reason": self._finish(message)}
         logprobs = self._logprobs(message.logprobs[before:])
         if not said and not message.finish and not logprobs:
@@ -144,14 +193,7 @@ class ChatCompletions(ChoicesExchange):
             if message.reasoning:
                 said["reasoning_content"] = message.reasoning
             if message.calls:
-                said["tool_calls"] = [
-                    {
-                        "id": each["id"],
-                        "type": "function",
-                        "function": {key: each[key] for key in ("name", "arguments")},
-                    }
-                    for each in message.calls
-                ]
+                said["tool_calls"] = [_said(each, each.text) for each in message.calls]
             choice = {"index": index, "message": said, "finish_reason": self._finish(message)}
             choices.append(choice | {"logprobs": self._logprobs(message.logprobs)} | self._tokens(message))
         whole = self.answer(choices, usage=True)
@@ -166,29 +208,36 @@ class ChatCompletions(ChoicesExchange):
     def _logprobs(self, logprobs: Sequence[tuple[int, Logprobs]]) -> dict[str, Any] | None:
         if self.jobs[0].sampling.logprobs is None:
             return None
-        return {"content": [self._of_token(token, each) for token, each in logprobs], "refusal": None}
+        content = [self._of_token(token, each) for token, each in logprobs if token not in self.end_tokens]
+        return {"content": content, "refusal": None}
 
     def _of_token(self, token: int, logprobs: Logprobs) -> dict[str, Any]:
         top = [self._likely(each, value) for each, value in logprobs.top.items()]
         return self._likely(token, logprobs.token) | {"top_logprobs": top}
 
     def _likely(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.model.token_text(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        own = self.model.token_bytes(token)
+        return {"token": self.model.token_text(token), "logprob": logprob, "bytes": list(own)}
 
 
-def _add(said: dict[str, Any], delta: Delta) -> None:
-    """Adds a part of a message to the delta of a chunk."""
+def _said(call: ToolCall, text: str) -> dict[str, Any]:
+    """A call in OpenAI's words, with its text, or the beginning of it."""
+    kind, name = ("custom", "input") if call.tool.is_text else ("function", "arguments")
+    return {"id": call.id, "type": kind, kind: {"name": call.tool.name, name: text}}
+
+
+def _add(said: dict[str, Any], delta: Delta, calls: Sequence[ToolCall]) -> None:
+    """Adds a part of a message, which has some calls, to the delta of a chunk."""
     if isinstance(delta, Content):
         said["content"] = said.get("content", "") + delta.text
     elif isinstance(delta, Reasoning):
         said["reasoning_content"] = said.get("reasoning_content", "") + delta.text
     else:
-        calls = said.setdefault("tool_calls", [])
+        told, call = said.setdefault("tool_calls", []), calls[delta.index]
+        kind, name = ("custom", "input") if call.tool.is_text else ("function", "arguments")
         if isinstance(delta, CallStart):
-            function = {"name": delta.name, "arguments": ""}
-            calls.append({"index": delta.index, "id": delta.id, "type": "function", "function": function})
-        elif calls and calls[-1]["index"] == delta.index:
-            calls[-1]["function"]["arguments"] += delta.text
+            told.append({"index": delta.index, **_said(call, "")})
+        elif told and told[-1]["index"] == delta.index:
+            told[-1][kind][name] += delta.text
         else:
-            calls.append({"index": delta.index, "function": {"arguments": delta.text}})
+            told.append({"index": delta.index, kind: {name: delta.text}})

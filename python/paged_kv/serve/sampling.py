@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 from paged_kv.arguments import shown
 from paged_kv.engine.sampling import SERVED, Sampling
 from paged_kv.errors import ContractError
-from paged_kv.serve.fields import Fields
+from paged_kv.json_schemas import close
+from paged_kv.serve.fields import FieldError, Fields
 from paged_kv.serve.served_model import ServedModel
-from paged_kv.structured_output import Grammar, JsonSchema, Regex, Structure
+from paged_kv.structured_output import Grammar, JsonSchema, Regex, Structure, problem_of
 
 MOST_LOGPROBS = 20
 """Most likely tokens beside each token."""
@@ -20,12 +22,26 @@ _HARMLESS = (
     "prediction",
 )
 """Fields of OpenAI's clients that change no answer."""
-_GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_grammar": "grammar", "guided_choice": "choice"}
-"""Older names of vLLM's for fields of `structured_outputs`."""
+REFUSED = (
+    *("json_schema", "logits_processors", "allowed_token_ids", "bad_words", "use_beam_search"),
+    *("prompt_embeds", "prompt_logprobs", "truncate_prompt_tokens", "include_stop_str_in_output"),
+)
+"""Fields of other servers without which the text would be another one than a client relies on."""
+_GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_grammar": "grammar",
+    "guided_choice": "choice",
+    "grammar": "grammar",
+}
+"""Older names of vLLM's for fields of `structured_outputs`, and llama.cpp's."""
+STRUCTURES = ("response_format", "structured_outputs", *_GUIDED)
+"""The fields of `read_structure`: routes with fields of their own for it refuse these."""
 
 
 def read_sampling(body: Fields, model: ServedModel, max_tokens: int, **options: Any) -> Sampling:
-    """Return how the tokens of a request are chosen. Without a seed it gets one, so that it can be computed again.
+    """Return how the tokens of a request are chosen. Without a seed, or with one below 0, it gets
+    a random one, so that it can be computed again.
 
     Args:
         body: The body of the request; the model says what it leaves out.
@@ -43,6 +59,8 @@ def read_sampling(body: Fields, model: ServedModel, max_tokens: int, **options: 
     if not isinstance(stop_tokens, list) or not all(type(token) is int and token >= 0 for token in stop_tokens):
         raise body.error("stop_token_ids", f"must be a list of token ids, not {shown(stop_tokens)}")
     body.ignore(_HARMLESS)
+    if type(seed := options.get("seed")) is int and seed < 0:  # -1 and the like ask for a random one
+        del options["seed"]
     options = {"temperature": 1.0, "seed": secrets.randbits(63), **model.sampling, **options}
     sampling = Sampling(
         max_tokens=max_tokens, stop_tokens=stop_tokens, ignore_end=body.flag("ignore_eos", False), **options
@@ -67,7 +85,7 @@ def read_structure(body: Fields) -> Structure | None:
         elif kind == "json_schema":
             schema = given.object("json_schema")
             schema.ignore(("name", "description", "strict"))
-            structures["response_format"] = JsonSchema(schema.any("schema", {}))
+            structures[schema.path("schema")] = read_schema(schema, "schema", {})
             schema.end()
         given.end()
     if "structured_outputs" in body:
@@ -83,7 +101,25 @@ def read_structure(body: Fields) -> Structure | None:
             structures[name] = _structure(body, name, kind)
     if len(structures) > 1:
         raise ContractError(f"a text has one structure: {' or '.join(structures)}, not both")
+    for name, structure in structures.items():
+        check_structure(name, structure)
     return next(iter(structures.values()), None)
+
+
+def read_schema(given: Fields, name: str, default: Any = None) -> JsonSchema:
+    """A field that is a schema of an answer: objects have the properties that it names and no others, unless it says
+    which. Raises as `read_structure`.
+    """
+    schema = JsonSchema(given.any(name) if default is None else given.any(name, default))
+    closed = JsonSchema(close(json.loads(str(schema.schema))))
+    # Where only the open one can be enforced, that is better than none.
+    return schema if problem_of(closed) and not problem_of(schema) else closed
+
+
+def check_structure(name: str, structure: Structure) -> None:
+    """Refuses a structure that cannot be enforced, by the name of its field. Raises FieldError."""
+    if problem := problem_of(structure):
+        raise FieldError(name, f"is refused: {problem}")
 
 
 def read_max_tokens(body: Fields, names: tuple[str, ...], default: int, minimum: int, left: int) -> int:
@@ -98,7 +134,7 @@ def read_max_tokens(body: Fields, names: tuple[str, ...], default: int, minimum:
 
 def _structure(body: Fields, name: str, kind: str) -> Structure:
     if kind == "json":
-        return JsonSchema(body.any(name))
+        return read_schema(body, name)
     if kind == "choice":
         choices = body.any(name)
         if not isinstance(choices, list) or not choices or not all(isinstance(each, str) and each for each in choices):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from copy import copy
+from datetime import UTC, datetime
 from functools import lru_cache
+from hashlib import sha256
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from paged_kv.arguments import printable, shown
 from paged_kv.checkpoint.source import Source
 from paged_kv.engine.requests import check_prompt
 from paged_kv.engine.tokenizer import Tokenizer
-from paged_kv.errors import ContractError
 from paged_kv.serve.fields import FieldError, Fields
 
 if TYPE_CHECKING:
@@ -19,10 +22,37 @@ if TYPE_CHECKING:
 
 CHARACTERS = 16
 """Characters of a prompt for each token of the longest request: more are not split into tokens."""
+_USUAL_CHARACTERS = 4
+"""The same as texts have it."""
 
 
 class UnknownModel(FieldError):
     """Another model is asked for."""
+
+    code = "model_not_found"
+
+
+class ContextExceeded(FieldError):
+    """A prompt is too long, told in the words by which clients of OpenAI's know it.
+
+    Args:
+        param: The field of the prompt.
+        tokens: Its tokens, or an estimate.
+        most: Tokens of the longest request.
+        counted: What was counted, in place of the tokens.
+    """
+
+    code = "context_length_exceeded"
+
+    def __init__(self, param: str, tokens: int, most: int, counted: str = "") -> None:
+        super().__init__(param, "")
+        counted = counted or f"{tokens} tokens"
+        self.args = (
+            f"This model's maximum context length is {most} tokens. However, your {param} resulted in {counted}, and "
+            f"an answer has one at least. Please reduce the length of the {param}.",
+        )
+        self.anthropic = f"prompt is too long: {tokens} tokens > {most - 1} maximum"
+        """The words by which clients of Anthropic's know it; an answer has a token."""
 
 
 class ServedModel:
@@ -34,6 +64,8 @@ class ServedModel:
         most_tokens: The largest number of tokens of a request, its prompt included.
         template: A chat template in place of the checkpoint's.
         sampling: Fields of `Sampling` that requests have which leave them out.
+        aliases: Further names of it.
+        most_samples: The largest number of samples of a request; None for any.
 
     Raises:
         CheckpointError: its tokenizer or its chat template cannot be read.
@@ -46,23 +78,57 @@ class ServedModel:
         most_tokens: int,
         template: str | None = None,
         sampling: Mapping[str, float] | None = None,
+        *,
+        aliases: Sequence[str] = (),
+        most_samples: int | None = None,
     ) -> None:
         from paged_kv.serve.chat import ChatFormat
 
         self.name, self.config = name, source.config
+        self.names = tuple(dict.fromkeys((name, *aliases)))
+        self.most_samples = most_samples
         self.most_tokens = min(most_tokens, source.config.max_position_embeddings)
         self.created = int(time.time())
         self.sampling = sampling or {}
+        digest = sha256(f"{version('paged-kv')} {source.config!r}".encode()).hexdigest()
+        self.fingerprint = f"fp_{digest[:12]}"
+        """Another one where this package or the model is another one, as OpenAI's `system_fingerprint`."""
         self.tokenizer = Tokenizer(source, source.config)
         self.chat: ChatFormat | None = ChatFormat.read(source, self.tokenizer, template)
-        self.token_text = lru_cache(4096)(self.tokenizer.token_text)
-        """The text of a token inside a text, of special tokens too."""
+        self.token_bytes = lru_cache(4096)(self.tokenizer.token_bytes)
+        """The bytes of a token inside a text, of special tokens too."""
 
-    def check_name(self, body: Fields) -> None:
-        """Refuses a body that asks for another model. Raises UnknownModel."""
-        asked = body.text("model", self.name)
-        if asked != self.name:
-            raise UnknownModel("model", f"{printable(repr(asked))} is not served here; {self.name!r} is")
+    def check_name(self, body: Fields) -> ServedModel:
+        """The model by the name that a body asks for, which answers repeat. Raises UnknownModel where it has none."""
+        return self.named(str(body.text("model", self.name)))
+
+    def named(self, name: str) -> ServedModel:
+        """The model by another of its names. Raises UnknownModel where it is none."""
+        if name not in self.names:
+            names = " or ".join(map(repr, self.names))
+            raise UnknownModel("model", f"{printable(repr(name))} is not served here; {names} is")
+        named = copy(self)
+        named.name = name
+        return named
+
+    def check_samples(self, field: str, prompts: int, n: int) -> None:
+        """Refuses a request whose samples the server can never hold at once.
+
+        Args:
+            field: The field that holds `n`.
+            prompts: Prompts of the request.
+            n: Samples of each.
+
+        Raises:
+            FieldError: there are more than `most_samples`.
+        """
+        most = self.most_samples
+        if most is None or prompts * n <= most:
+            return
+        limit = f"the server runs and queues {most} samples at most"
+        if prompts > most:
+            raise FieldError("prompt", f"must be at most {most} prompts, not {prompts}: {limit}")
+        raise FieldError(field, f"must be at most {most // prompts} for {prompts} prompts, not {n}: {limit}")
 
     def tokens(self, name: str, prompt: Any, *, is_template: bool = False, special: bool = True) -> tuple[int, ...]:
         """The tokens of a prompt that is a text or tokens.
@@ -79,33 +145,42 @@ class ServedModel:
         if isinstance(prompt, str):
             most = CHARACTERS * self.most_tokens
             if len(prompt) > most:
-                raise FieldError(
-                    name, f"has {len(prompt)} characters, which is too long for requests of {self.most_tokens} tokens"
-                )
+                counted = f"{len(prompt)} characters, which is too many"
+                raise ContextExceeded(name, len(prompt) // _USUAL_CHARACTERS, self.most_tokens, counted)
             prompt = self.tokenizer.encode(prompt, is_template=is_template or not special)
         elif not isinstance(prompt, list):
             raise FieldError(name, f"must be a text or a list of token ids, not {shown(prompt)}")
+        if len(prompt) > self.config.max_position_embeddings:
+            raise ContextExceeded(name, len(prompt), self.most_tokens)
         return check_prompt(self.config, name, prompt)
 
     def left(self, name: str, tokens: Sequence[int]) -> int:
         """New tokens that fit behind a prompt, at least 1.
 
         Raises:
-            ContractError: none does.
+            ContextExceeded: none does.
         """
         left = self.most_tokens - len(tokens)
         if left < 1:
-            raise ContractError(f"{name} has {len(tokens)} tokens; with one more it may have {self.most_tokens}")
+            raise ContextExceeded(name, len(tokens), self.most_tokens)
         return left
 
-    def describe(self) -> dict[str, Any]:
-        """The model in the words of /v1/models."""
+    def describe(self, *, for_anthropic: bool = False) -> dict[str, Any]:
+        """The model in the words of OpenAI's /v1/models, or of Anthropic's."""
+        if for_anthropic:
+            created = datetime.fromtimestamp(self.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            said: dict[str, Any] = {"type": "model", "id": self.name, "display_name": self.name, "created_at": created}
+            return said | {"lifecycle": "active", "max_input_tokens": self.most_tokens, "max_tokens": self.most_tokens}
         said = {"id": self.name, "object": "model", "created": self.created, "owned_by": "paged-kv"}
         return said | {"max_model_len": self.most_tokens}
 
-    def token_length(self, token: int) -> int:
-        """Characters of a token in a text: none of a special one."""
-        return len(self.token_text(token)) if self.text([token]) else 0
+    def token_text(self, token: int, prefix: str = "") -> str:
+        r"""The text of a token inside a text; of a part of a character `prefix` and its bytes, as `\xe2\x80`."""
+        own = self.token_bytes(token)
+        try:
+            return own.decode()
+        except UnicodeDecodeError:
+            return prefix + "".join(chr(byte) if 32 <= byte < 127 else f"\\x{byte:02x}" for byte in own)
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without special ones."""

@@ -13,6 +13,7 @@ from paged_kv.kv_formats import KVFormat
 from paged_kv.options import CacheRotation
 from paged_kv.serve.address import is_loopback
 from paged_kv.serve.middleware import LOOPBACK, Rules, host_name
+from paged_kv.serve.origins import Origins, read_origin
 
 API_KEY = "PAGED_KV_API_KEY"
 MIN_BODY_BYTES = 1 << 18
@@ -28,7 +29,7 @@ class Settings:
     model: Path
     """A folder in Hugging Face format or a GGUF file."""
     name: str
-    """By which clients ask for the model."""
+    """The name by which clients ask for the model."""
     host: str = "127.0.0.1"
     port: int = 8000
     """0: any that is free."""
@@ -53,12 +54,18 @@ class Settings:
     chat_template: Path | None = None
     generation_config: Literal["model", "none"] = "model"
     """The source of sampling fields that a request leaves out: the model's generation_config.json, or nowhere."""
+    strict: bool = False
+    """True if requests are refused of which a part is not known; else it is ignored, and named to the client."""
     drain_seconds: float = 30.0
     stall_seconds: float = 120.0
     api_key: str | None = field(default=None, repr=False)
     api_key_file: Path | None = None
     allow_unauthenticated: bool = False
     allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    """Pages of other servers that may read answers, as `https://app.example`."""
+    aliases: tuple[str, ...] = ()
+    """Further names of the model."""
     metrics: bool = False
     max_body_bytes: int | None = None
     """None: `MIN_BODY_BYTES`, or more where the longest request needs more."""
@@ -92,9 +99,10 @@ class Settings:
                 f"--host {self.host} lets other machines in: set {API_KEY} or --api-key-file,"
                 " or --allow-unauthenticated where all of them may use the server"
             )
-        hosts = LOOPBACK | {host_name(f"[{name}]" if name.count(":") > 1 else name) for name in self.allowed_hosts}
+        hosts = {host_name(f"[{name}]" if name.count(":") > 1 else name) for name in self.allowed_hosts}
         size = self.max_body_bytes or max(MIN_BODY_BYTES, BODY_BYTES_PER_TOKEN * max_length)
-        return Rules(key, hosts | {self.host.lower()}, self.metrics, size, self.max_connections)
+        origins = Origins(frozenset(map(read_origin, self.allowed_origins)), frozenset(hosts))
+        return Rules(key, LOOPBACK | hosts | {self.host.lower()}, self.metrics, size, self.max_connections, origins)
 
     def _key(self) -> str | None:
         """The key that clients must send.

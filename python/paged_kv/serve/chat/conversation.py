@@ -11,7 +11,8 @@ from paged_kv.arguments import printable, shown
 from paged_kv.errors import CheckpointError, ContractError, ContractTypeError
 from paged_kv.serve.chat.deltas import CallStart
 from paged_kv.serve.chat.message import Incoming, Outgoing
-from paged_kv.serve.chat.syntaxes import SYNTAXES, Asked, Call, Syntax
+from paged_kv.serve.chat.syntaxes import SYNTAXES, Asked, Call, Generic, Syntax
+from paged_kv.serve.chat.systems import Systems
 from paged_kv.serve.chat.template import Template
 from paged_kv.serve.chat.template_limits import TemplateLimitError
 from paged_kv.serve.chat.tools import Tool
@@ -69,32 +70,43 @@ def read_habits(template: Template) -> Habits:
 
 
 def choose_syntax(template: Template, habits: Habits) -> Syntax:
-    """The syntax of a template's calls; `Syntax` itself where it is not known here."""
+    """The syntax of a template's calls; the generic one where it is not known here."""
     for each in SYNTAXES:
         syntax = each(template.text)
         if each.is_of(template.text) and (habits.text is None or not each.IS_SOUGHT or habits.has_call_of(syntax)):
             return syntax
-    return Syntax(template.text)
+    return Generic(template.text)
 
 
 def read_messages(
-    messages: Any, tools: Sequence[Mapping[str, Any]] | None, template: Template, syntax: Syntax, habits: Habits
+    messages: Any,
+    tools: Sequence[Mapping[str, Any]] | None,
+    template: Template,
+    syntax: Syntax,
+    habits: Habits,
+    systems: Systems,
 ) -> list[dict[str, Any]]:
     """The messages as a template takes them.
 
-    Contents of several texts become one, arguments of calls become what the template takes, and calls become text
-    where it does not write them.
+    Contents of several texts become one, arguments of calls become what the template takes, calls become text where it
+    does not write them, and system messages one at the front where it demands that.
 
     Raises:
         ContractTypeError, ContractError: they are no messages of texts and calls.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise ContractTypeError(f"messages must be a list of messages, not {shown(messages)}")
-    read = [_message(f"messages[{at}]", message, template, syntax, habits) for at, message in enumerate(messages)]
-    return syntax.adapt(read, tools)
+    # Where calls are asked for in another syntax than the template's, it sees none of its own.
+    is_native = habits.text is not None and not (tools and isinstance(syntax, Generic))
+    as_objects = habits.as_objects if is_native else None
+    read = [_message(f"messages[{at}]", message, template, syntax, as_objects) for at, message in enumerate(messages)]
+    if isinstance(syntax, Generic):  # the system message that it writes goes where the template takes one
+        return systems.arrange(read if is_native else syntax.adapt(read, tools))
+    return syntax.adapt(systems.arrange(read), tools)
 
 
-def _message(place: str, given: Any, template: Template, syntax: Syntax, habits: Habits) -> dict[str, Any]:
+def _message(place: str, given: Any, template: Template, syntax: Syntax, as_objects: bool | None) -> dict[str, Any]:
+    """One message; `as_objects` is None where the template writes no calls."""
     if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
         raise ContractTypeError(f"{place}: a message has a role and a content, not {shown(given)}")
     message = {name: value for name, value in given.items() if value is not None}
@@ -109,8 +121,8 @@ def _message(place: str, given: Any, template: Template, syntax: Syntax, habits:
     if not calls:
         return message
     made = [_call(f"{place}.tool_calls[{at}]", call) for at, call in enumerate(calls)]
-    if habits.text is not None or type(syntax) is Syntax:
-        message["tool_calls"] = [_as_made(call, habits.as_objects) for call in made]
+    if as_objects is not None:
+        message["tool_calls"] = [_as_made(call, as_objects) for call in made]
     else:
         message["content"] += syntax.write(made)
     return message

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from paged_kv.structured_output import Grammar, JsonSchema, Regex, Structure, with_guidance
+from paged_kv.errors import ContractError
+from paged_kv.serve.chat.tools import Tool
+from paged_kv.structure_trials import with_guidance
+from paged_kv.structured_output import Grammar, JsonSchema, Regex, Structure
 
 TEXT = "TEXT"
 """Any text, of ordinary tokens."""
@@ -21,12 +24,21 @@ class Rules:
         self._lines = [r"TEXT: /(.|\n)*/", r"SPACE: /[ \n]{1,4}/"]
         self._marks: list[str] = []
         self._count = 0
+        self._named: dict[str, str] = {}
 
     def rule(self, body: str, options: str = "") -> str:
         """A rule; its name."""
         self._count += 1
         self._lines.append(f"rule_{self._count}{options}: {body}")
         return f"rule_{self._count}"
+
+    def once(self, key: str, body: Callable[[], str]) -> str:
+        """The one rule of a key, whose body may name itself; its name."""
+        if key not in self._named:
+            self._count += 1
+            name = self._named[key] = f"rule_{self._count}"
+            self._lines.append(f"{name}: {body()}")
+        return self._named[key]
 
     def terminal(self, body: str) -> str:
         """A terminal; its name."""
@@ -35,8 +47,15 @@ class Rules:
         return f"TERM_{self._count}"
 
     def any(self, bodies: Iterable[str]) -> str:
-        """A rule for one of some alternatives; its name."""
-        return self.rule(" | ".join(bodies))
+        """A rule for one of some alternatives; its name.
+
+        Raises:
+            ContractError: there is none.
+        """
+        alternatives = list(bodies)
+        if not alternatives:
+            raise ContractError("a schema of parameters accepts no value")
+        return self.rule(" | ".join(alternatives))
 
     def mark(self, text: str) -> str:
         """A text that is one token where the vocabulary has a special one; the name of its rule."""
@@ -49,6 +68,14 @@ class Rules:
     def json(self, schema: Mapping[str, Any]) -> str:
         """JSON by a schema; the name of its rule."""
         return self.rule(f"%json {with_guidance(json.dumps(schema))}")
+
+    def arguments(self, tool: Tool) -> str:
+        """The arguments of a call of a tool as JSON; the name of their rule."""
+        if tool.text_grammar is None:
+            return self.json(tool.parameters)
+        (name,) = tool.parameters["properties"]
+        text = self.rule(f"%lark {{\n{tool.text_grammar}\n}}")
+        return self.rule(f"{literal(f'{{{json.dumps(name)}: {chr(34)}')} {text} {literal(chr(34) + '}')}")
 
     def structure(self, structure: Structure) -> str:
         """A text of a structure; the name of its rule."""

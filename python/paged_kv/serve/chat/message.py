@@ -30,6 +30,8 @@ class Incoming:
 
     def __init__(self) -> None:
         self.text, self.at, self.ended = "", 0, False
+        self.is_cut = False
+        """True if it ended where no token was left, not by itself."""
 
     @property
     def rest(self) -> str:
@@ -193,6 +195,11 @@ class Outgoing:
         self._deltas.append(CallStart(self._calls, self._new_id(), name))
         self._calls += 1
 
+    @property
+    def has_calls(self) -> bool:
+        """Return whether a call has begun."""
+        return self._calls > 0
+
     def arguments(self, text: str) -> None:
         """A piece of the arguments of the call that began last."""
         index, last = self._calls - 1, self._deltas[-1] if self._deltas else None
@@ -200,6 +207,10 @@ class Outgoing:
             self._deltas[-1] = CallArguments(index, last.text + text)
         elif text:
             self._deltas.append(CallArguments(index, text))
+
+    def drop_space(self) -> None:
+        """Forgets white space that would be told with what follows, and keeps that of what follows."""
+        self._held, self._strips = "", False
 
     def finish(self) -> None:
         """Tells the white space at the end of the answer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -10,6 +11,8 @@ from paged_kv.errors import ContractError
 from paged_kv.serve.chat.grammar import regex
 
 _KINDS = ("string", "integer", "number", "boolean", "null", "array", "object")
+_MOST_PARTS = 20_000
+"""Parts of a schema that are looked at, at most: references may name one part many times."""
 _MOST_DEPTH = 32
 """The deepest schema that is followed; one that refers to itself has no end."""
 
@@ -22,12 +25,16 @@ class Schema:
         root: The whole one, to which its references lead.
 
     Raises:
-        ContractError: it is too deep, or a reference leads nowhere.
+        ContractError: it is too deep or too large, or a reference leads nowhere.
     """
 
-    def __init__(self, node: Any, root: Mapping[str, Any] | None = None, depth: int = 0) -> None:
+    def __init__(
+        self, node: Any, root: Mapping[str, Any] | None = None, depth: int = 0, count: list[int] | None = None
+    ) -> None:
         self._root, self._depth = node if root is None else root, depth
-        if depth > _MOST_DEPTH:
+        self._count = [0] if count is None else count
+        self._count[0] += 1
+        if depth > _MOST_DEPTH or self._count[0] > _MOST_PARTS:
             raise ContractError(f"tools: a schema of parameters is more than {_MOST_DEPTH} deep, or refers to itself")
         self.node: dict[str, Any] = dict(node) if isinstance(node, Mapping) else {}
         if isinstance(self.node.get("$ref"), str):
@@ -37,12 +44,14 @@ class Schema:
     @cached_property
     def properties(self) -> dict[str, Schema]:
         """The schemas of an object's properties."""
-        return {name: self._below(each) for name, each in (self.node.get("properties") or {}).items()}
+        properties = self.node.get("properties")
+        return {name: self._below(each) for name, each in properties.items()} if isinstance(properties, dict) else {}
 
     @property
     def required(self) -> frozenset[str]:
         """The names of properties that an object must have."""
-        return frozenset(self.node.get("required") or ())
+        required = self.node.get("required")
+        return frozenset(required) if isinstance(required, list) else frozenset()
 
     @property
     def items(self) -> Schema:
@@ -70,11 +79,16 @@ class Schema:
         """The types of JSON that a value may have; an integer is a number too."""
         if self.values is not None:
             return frozenset(kind_of(value) for value in self.values)
-        given = self.node.get("type")
+        given: Any = self.node.get("type")
         kinds = frozenset([given] if isinstance(given, str) else given or _KINDS)
         if self.alternatives:
             kinds &= frozenset().union(*(each.kinds for each in self.alternatives))
         return kinds | {"integer"} if "number" in kinds else kinds
+
+    @property
+    def key(self) -> str:
+        """The schema as a text, which equal parts of one schema share."""
+        return f"{id(self._root)} {json.dumps(self.node)}"
 
     @property
     def whole(self) -> dict[str, Any]:
@@ -86,7 +100,8 @@ class Schema:
     def text_patterns(self) -> list[str]:
         """Regular expressions, in a grammar, that a string has to match, each as a whole."""
         patterns = []
-        least, most = self.node.get("minLength", 0), self.node.get("maxLength", "")
+        least, most = int(self.node.get("minLength", 0)), self.node.get("maxLength", "")
+        most = most if most == "" else int(most)
         if least or most != "":
             patterns.append(regex(rf"(.|\n){{{least},{most}}}"))
         if isinstance(self.node.get("pattern"), str):
@@ -98,7 +113,7 @@ class Schema:
         return patterns or [regex(r"(.|\n)*")]
 
     def _below(self, node: Any) -> Schema:
-        return Schema(node, self._root, self._depth + 1)
+        return Schema(node, self._root, self._depth + 1, self._count)
 
     def _found(self, reference: str) -> Any:
         place: Any = self._root

@@ -29,6 +29,22 @@ class Thought:
         """Return whether it ends after one, so that the answer comes next."""
         return prompt.rstrip().endswith(self.closing)
 
+    def before(self, prompt: str) -> str:
+        """A rendered prompt up to the marks of a thought that it ends with."""
+        for mark in (self.closing, self.opening + self.title):
+            if prompt.rstrip().endswith(mark):
+                prompt = prompt.rstrip().removesuffix(mark)
+        return prompt
+
+    def is_within(self, begun: str) -> bool:
+        """Return whether the beginning of a message ends inside a thought, wherever that began."""
+        return begun.rfind(self.opening + self.title) > begun.rfind(self.closing)
+
+    def last_part(self, begun: str) -> str:
+        """The part of the beginning of a message after the last mark of a thought."""
+        marks = (self.opening + self.title, self.closing)
+        return begun[max(begun.rfind(mark) + len(mark) if mark in begun else 0 for mark in marks) :]
+
 
 _RESPONSE = ("<response>", "</response>")
 _KNOWN = (

@@ -5,16 +5,30 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paged_kv.arguments import shown
 from paged_kv.errors import ContractError, ContractTypeError
+from paged_kv.json_schemas import close
 from paged_kv.structured_output import JsonSchema
 
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
-_OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref", "if")
-"""Keywords by which a schema limits further properties itself."""
+
+
+class ToolSchemaError(ContractError):
+    """The schema of a tool's arguments cannot be enforced, and the request demands that it is.
+
+    Args:
+        tool: The tool.
+        problem: The place in the schema, and the reason.
+    """
+
+    def __init__(self, tool: Tool, problem: str) -> None:
+        self.index = tool.index
+        self.param = f"tools[{tool.index}].function.parameters"
+        self.problem = f"must be a schema that can be enforced, as {tool.name!r} is strict; it cannot at {problem}"
+        super().__init__(f"{self.param} {self.problem}")
 
 
 @dataclass(frozen=True)
@@ -23,8 +37,34 @@ class Tool:
 
     name: str
     parameters: dict[str, Any]
-    """The schema of its arguments, an object. Where it names its properties and says nothing of others, there are no
-    others."""
+    """The schema that its arguments are held to, an object. Where it names properties and says nothing of others,
+    there are no others."""
+    schema: Mapping[str, Any] = field(default_factory=dict)
+    """The schema as the request has it: all of it is checked once a call was read."""
+    is_strict: bool = False
+    """True if all of the schema must be enforced."""
+    index: int = 0
+    """Its place in the request."""
+    is_text: bool = False
+    """True if its one argument is a text, whatever the schema."""
+    text_grammar: str | None = None
+    """The grammar, in Lark, of a text inside JSON's quotes; it is kept where calls are written as JSON."""
+
+    def of_text(self, grammar: str | None) -> Tool:
+        """The same tool, whose one argument is a text."""
+        return replace(self, is_text=True, text_grammar=grammar)
+
+    def held_by(self, parameters: dict[str, Any]) -> Tool:
+        """The same tool, whose arguments are held to another schema."""
+        return replace(self, parameters={"type": "object"} | parameters)
+
+    def loosened(self) -> Tool:
+        """The same tool, whose arguments are held to be an object alone, and those of a text to be one."""
+        kept: dict[str, Any] = {}
+        if self.is_text:
+            (name,) = self.parameters["properties"]
+            kept = self.parameters | {"properties": {name: {"type": "string"}}}
+        return replace(self, text_grammar=None).held_by(kept)
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
@@ -51,7 +91,9 @@ def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
             )
         if name in found:
             raise ContractError(f"tools[{at}]: a second function is called {name!r}")
-        found[name] = Tool(name, _parameters(f"tools[{at}] ({name})", function.get("parameters")))
+        schema = _parameters(f"tools[{at}] ({name})", function.get("parameters"))
+        parameters = {"additionalProperties": False} | schema if function.get("parameters") is None else close(schema)
+        found[name] = Tool(name, parameters, schema, function.get("strict") is True, at)
     return tuple(found.values())
 
 
@@ -60,11 +102,15 @@ def chosen_tools(tools: tuple[Tool, ...], choice: Any) -> tuple[tuple[Tool, ...]
 
     Args:
         tools: All of them.
-        choice: "none", "auto", "required" or `{"name": ...}`.
+        choice: "none", "auto", "required", `{"name": ...}`, or `{"names": [...], "mode": "auto" or "required"}` for
+            some of them.
 
     Raises:
         ContractTypeError, ContractError: it is none of these, or names no tool.
     """
+    if isinstance(choice, Mapping) and "names" in choice:
+        named = tuple(tool for tool in tools if tool.name in choice["names"])
+        return chosen_tools(named, choice.get("mode", "auto"))
     if choice == "none":
         return (), False
     if choice == "auto":
@@ -94,6 +140,4 @@ def _parameters(place: str, parameters: Any) -> dict[str, Any]:
         raise ContractError(f"{place}: parameters: {error}") from None
     if schema.setdefault("type", "object") != "object":
         raise ContractError(f"{place}: parameters describe {shown(schema['type'])}; they must be an object")
-    if parameters is None or (schema.get("properties") and not any(name in schema for name in _OPEN)):
-        schema["additionalProperties"] = False
     return schema

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from paged_kv.json_schemas import Problem
 from paged_kv.serve.chat.grammar import SPACE, TEXT, Rules
 from paged_kv.serve.chat.message import Incoming, Outgoing, Step
 from paged_kv.serve.chat.thoughts import Thought
@@ -58,6 +59,10 @@ class Syntax:
     """Further marks that may be special tokens, and must be seen by the parser."""
     IS_SOUGHT: ClassVar[bool] = True
     """True if a call is found anywhere in a text, not at its beginning alone."""
+    WRITES_JSON: ClassVar[bool] = True
+    """True if arguments are written as JSON, so that `Tool.text_grammar` is kept."""
+    HIDES_TOOLS: ClassVar[bool] = False
+    """True if the template does not see the tools: `adapt` has written them."""
 
     def __init__(self, template: str) -> None:
         self.template = template
@@ -67,12 +72,13 @@ class Syntax:
         """Return whether a template writes its calls so."""
         raise NotImplementedError
 
-    def check(self, tools: Sequence[Tool]) -> None:
-        """Refuses tools whose schemas this syntax cannot hold a model to.
+    def problem(self, parameters: Mapping[str, Any]) -> Problem | None:  # noqa: ARG002 - some syntaxes have some
+        """The part of a schema of arguments to which this syntax cannot hold a model, where llguidance could."""
+        return None
 
-        Raises:
-            ContractError: one has such a schema.
-        """
+    def relaxed(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        """A schema that accepts what another does and more, to which this syntax can hold a model."""
+        return parameters
 
     def calls(self, rules: Rules, asked: Asked) -> str:
         """The rule of calls after their opening mark."""
@@ -109,6 +115,8 @@ class Syntax:
         while (mark := (yield from text.until(marks, out.content))) is not None:
             start = text.at
             if mark in opening and not (yield from self.read_call(text, out)):
+                if text.is_cut:  # no text, but a call of which too little came
+                    return
                 text.at = start
                 out.content(mark)
 

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 from paged_kv.errors import ContractError
+from paged_kv.json_schemas import Problem, parts, without
 from paged_kv.serve.chat.grammar import Rules, literal
 from paged_kv.serve.chat.message import Incoming, Outgoing, Say, Step
 from paged_kv.serve.chat.schemas import Schema
 from paged_kv.serve.chat.syntaxes.base import Asked, Call, Syntax, dumps
-from paged_kv.serve.chat.tools import Tool
 
 _KEY = re.compile(r'[^:{}\[\],<>"\s]+')
-_REFUSED = ("allOf", "not", "if", "patternProperties", "propertyNames", "dependentRequired", "dependentSchemas")
-_LIST_REFUSED = ("uniqueItems", "contains", "prefixItems")
+_NOT_HELD = ("allOf", "patternProperties", "prefixItems", "minProperties", "maxProperties")
+"""Keywords for which this notation has no rule."""
 
 
 class Gemma(Syntax):
     """`<|tool_call>call:name{key:<|"|>text<|"|>,other:1}<tool_call|>`, by Gemma 4."""
 
     NAME = "gemma"
+    WRITES_JSON = False
     OPENING = "<|tool_call>"
     CLOSING: ClassVar[str] = "<tool_call|>"
     QUOTE: ClassVar[str] = '<|"|>'
@@ -32,9 +33,20 @@ class Gemma(Syntax):
     def is_of(cls, template: str) -> bool:
         return cls.OPENING in template and cls.CLOSING in template and "call:" in template
 
-    def check(self, tools: Sequence[Tool]) -> None:
-        for tool in tools:
-            self._object(Rules(), Schema(tool.parameters))
+    def problem(self, parameters: Mapping[str, Any]) -> Problem | None:
+        for pointer, node in parts("#", dict(parameters)):
+            for name in _NOT_HELD:
+                if name in node:
+                    return Problem(f"{pointer}/{name}", "this model's notation of calls has no rule for it")
+        try:
+            self._object(Rules(), Schema(parameters))
+        except ContractError as error:
+            return Problem("#", str(error))
+        return None
+
+    def relaxed(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        relaxed: dict[str, Any] = without(parameters, _NOT_HELD)
+        return {} if self.problem(relaxed) else relaxed
 
     def calls(self, rules: Rules, asked: Asked) -> str:
         call = rules.any(
@@ -49,9 +61,11 @@ class Gemma(Syntax):
         Raises:
             ContractError: this notation has no rule for it.
         """
-        for name in (*_REFUSED, *_LIST_REFUSED):
-            if schema.node.get(name) not in (None, False, True, {}, []):
-                raise ContractError(f"tools: {name} in a schema of parameters cannot be held by this model's calls")
+        if not schema.node:
+            return self._anything(rules)
+        return rules.once(f"value {schema.key}", lambda: self._any_kind(rules, schema))
+
+    def _any_kind(self, rules: Rules, schema: Schema) -> str:
         if schema.values is not None:
             return rules.any(literal_of(self, rules, value) for value in schema.values)
         if schema.alternatives:
@@ -66,35 +80,54 @@ class Gemma(Syntax):
             numbers = {name: value for name, value in schema.node.items() if name.endswith(("imum", "multipleOf"))}
             each.append(rules.json({"type": sorted(plain)} | numbers))
         if "array" in schema.kinds:
-            item = self._value(rules, schema.items) if schema.node.get("items") else self._anything(rules)
+            item = self._value(rules, schema.items)
             least, most = schema.node.get("minItems", 0), schema.node.get("maxItems")
-            each.append(_list(item, least, most))
+            each.append(_list(item, int(least), None if most is None else int(most)))
         if "object" in schema.kinds:
             each.append(self._object(rules, schema))
         return rules.any(each)
 
     def _anything(self, rules: Rules) -> str:
-        """The rule of a value without a schema: a scalar, or a list of them."""
-        scalar = f"{rules.mark(self.QUOTE)} {rules.until(self.QUOTE)}"
-        scalar = rules.any([scalar, rules.json({"type": ["number", "boolean", "null"]})])
-        return rules.any([scalar, _list(scalar, 0, None)])
+        """The rule of a value without a schema."""
+        return rules.once("value", lambda: self._any_value(rules))
+
+    def _any_value(self, rules: Rules) -> str:
+        text = f"{rules.mark(self.QUOTE)} {rules.until(self.QUOTE)}"
+        plain = rules.json({"type": ["number", "boolean", "null"]})
+        value = self._anything(rules)
+        return " | ".join([text, plain, _list(value, 0, None), self._map(rules, value)])
+
+    def _map(self, rules: Rules, value: str, others: Collection[str] = ()) -> str:
+        """The rule of an object whose keys are any."""
+        pair = self._pair(rules, value, others)
+        return rules.rule(f'"{{" ({pair} ("," {pair})*)? "}}"')
+
+    def _pair(self, rules: Rules, value: str, others: Collection[str]) -> str:
+        """The rule of a key other than some, and its value."""
+        key = "/[A-Za-z0-9_.-]+/"
+        if others:
+            key = f"{key} & ~/{'|'.join(re.escape(name).replace('/', chr(92) + '/') for name in others)}/"
+        return rules.rule(f'{rules.terminal(key)} ":" {value}')
+
+    def _key(self, rules: Rules, name: str) -> str:
+        """The rule of a key and its colon."""
+        return f"{literal_of(self, rules, name)} {literal(':')}" if not _KEY.fullmatch(name) else literal(name + ":")
 
     def _object(self, rules: Rules, schema: Schema) -> str:
+        further = None if schema.further is None else self._value(rules, schema.further)
         if not schema.properties:
-            further = schema.further
-            if further is None:
-                return '"{}"'
-            value = self._anything(rules) if not further.node else self._value(rules, further)
-            pair = rules.rule(f'/[A-Za-z0-9_.-]+/ ":" {value}')
-            return rules.rule(f'"{{" ({pair} ("," {pair})*)? "}}"')
+            return '"{}"' if further is None else self._map(rules, further)
         pairs = []
         # The template sorts keys, so the model has learnt them sorted.
         for name, each in sorted(schema.properties.items()):
-            if not _KEY.fullmatch(name):
-                raise ContractError(f"tools: the parameter {name!r} cannot be named in this model's calls")
-            pairs.append((rules.rule(f"{literal(name + ':')} {self._value(rules, each)}"), name in schema.required))
-        after = ""  # the pairs after this one, each with its comma
-        first = ""  # this pair or a later one without a comma
+            if self.QUOTE in name:
+                raise ContractError(f"the parameter {name!r} cannot be named in this model's calls")
+            pairs.append((rules.rule(f"{self._key(rules, name)} {self._value(rules, each)}"), name in schema.required))
+        # The pairs after the one that is looked at, each with its comma; further ones come last.
+        plain = [name for name in schema.properties if _KEY.fullmatch(name)]
+        extra = None if further is None else self._pair(rules, further, plain)
+        after = "" if extra is None else f'("," {extra})*'
+        first = "" if extra is None else rules.rule(f"{extra} {after}")  # this pair or a later one without a comma
         can_be_none = True
         for pair, is_required in reversed(pairs):
             begun = f"{pair} {after}"
@@ -128,11 +161,16 @@ class Gemma(Syntax):
             if between:
                 yield from text.take(",")
                 yield from text.space()
-            yield from text.take(self.QUOTE)
             pieces: list[str] = []
+            if (yield from text.take(self.QUOTE)):
+                yield from text.until((self.QUOTE,), pieces.append)
+                key = "".join(pieces)
+                pieces.clear()
+            else:
+                key = ""
             if (yield from text.until((":",), pieces.append)) is None:
                 return False
-            say(f"{between}{dumps(''.join(pieces).removesuffix(self.QUOTE).strip())}: ")
+            say(f"{between}{dumps(key or ''.join(pieces).strip())}: ")
             if not (yield from self._read_value(text, say)):
                 return False
             between = ", "
@@ -175,18 +213,21 @@ class Gemma(Syntax):
         return True
 
     def write(self, calls: Sequence[Call]) -> str:
-        each = []
-        for call in calls:
-            members = ",".join(f"{key}:{self.written(value)}" for key, value in sorted(call.arguments.items()))
-            each.append(f"{self.OPENING}call:{call.name}{{{members}}}{self.CLOSING}")
-        return "".join(each)
+        return "".join(
+            f"{self.OPENING}call:{call.name}{self.written(dict(call.arguments))}{self.CLOSING}" for call in calls
+        )
+
+    def _quoted(self, key: str) -> str:
+        """A key, in quotes where it needs them."""
+        return key if _KEY.fullmatch(key) else self.written(key)
 
     def written(self, value: Any) -> str:
         """A value in this notation."""
         if isinstance(value, str):
             return f"{self.QUOTE}{value}{self.QUOTE}"
         if isinstance(value, dict):
-            return f"{{{','.join(f'{key}:{self.written(each)}' for key, each in sorted(value.items()))}}}"
+            members = ",".join(f"{self._quoted(key)}:{self.written(each)}" for key, each in sorted(value.items()))
+            return f"{{{members}}}"
         if isinstance(value, list):
             return f"[{','.join(self.written(each) for each in value)}]"
         return dumps(value)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from paged_kv.errors import ContractError
+from paged_kv.json_schemas import Problem
 from paged_kv.serve.chat.grammar import Rules, literal
 from paged_kv.serve.chat.message import Incoming, Outgoing, Say, Step
 from paged_kv.serve.chat.schemas import Schema, kind_of
 from paged_kv.serve.chat.syntaxes.base import Asked, Call, Syntax, dumps
-from paged_kv.serve.chat.tools import Tool
 
 _CLOSING, _VALUE_END, _LINE = "</tool_call>", "</parameter>", "\n"
 
@@ -19,6 +21,7 @@ class QwenCoder(Syntax):
     r"""`<tool_call>\n<function=name>\n<parameter=key>\nvalue\n</parameter>\n</function>\n</tool_call>`."""
 
     NAME = "qwen-coder"
+    WRITES_JSON = False
     OPENING = "<tool_call>"
     MARKS = (_CLOSING,)
 
@@ -28,24 +31,35 @@ class QwenCoder(Syntax):
 
     def calls(self, rules: Rules, asked: Asked) -> str:
         call = rules.any(
-            f"{literal(f'{_LINE}<function={tool.name}>{_LINE}')} {self._parameters(rules, tool)} "
+            f"{literal(f'{_LINE}<function={tool.name}>{_LINE}')} {self._parameters(rules, tool.parameters)} "
             f"{literal(f'</function>{_LINE}')} {rules.mark(_CLOSING)}"
             for tool in asked.tools
         )
         return call + (f' ("\\n" {rules.mark(self.OPENING)} {call})*' if asked.is_parallel else "")
 
-    def _parameters(self, rules: Rules, tool: Tool) -> str:
-        schema = Schema(tool.parameters)
-        if not schema.properties:
-            further = schema.further
-            if further is None:
-                return '""'
-            return f'("<parameter=" /[A-Za-z0-9_.-]+/ ">\\n" {_value_rule(rules, further)})*'
+    def problem(self, parameters: Mapping[str, Any]) -> Problem | None:
+        try:
+            self._parameters(Rules(), parameters)
+        except ContractError as error:
+            return Problem("#", str(error))
+        return None
+
+    def relaxed(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        return {} if self.problem(parameters) else parameters
+
+    def _parameters(self, rules: Rules, parameters: Mapping[str, Any]) -> str:
+        schema = Schema(parameters)
         each = []
         for name, value in schema.properties.items():
             rule = f"{literal(f'<parameter={name}>{_LINE}')} {_value_rule(rules, value)}"
             each.append(rule if name in schema.required else f"({rule})?")
-        return " ".join(each)
+        if schema.further is not None:
+            key = "/[A-Za-z0-9_.-]+/"
+            if each:
+                names = "|".join(re.escape(name).replace("/", "\\/") for name in schema.properties)
+                key = f"{key} & ~/{names}/"
+            each.append(f'("<parameter=" {rules.terminal(key)} ">\\n" {_value_rule(rules, schema.further)})*')
+        return " ".join(each) or '""'
 
     def read_call(self, text: Incoming, out: Outgoing) -> Step[bool]:
         yield from text.space()
