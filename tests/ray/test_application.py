@@ -43,7 +43,9 @@ def test_options_of_the_server_and_of_the_replicas_come_from_one_list():
     """Given as texts, as `serve run` gives them."""
     given = {"speculate": "draft", "kv_disk": "kv", "kv_disk_gb": "3", "compiled": "c", "cache_dtype": "int4"}
     given |= {"cache_rotation": "hadamard", "max_running": "9", "max_gap": "0.5", "num_pages": "40", "model": "m"}
-    arguments = Arguments.model_validate(given | {"generation_config": "none", "allowed_hosts": ["a"]})
+    arguments = Arguments.model_validate(
+        given | {"generation_config": "none", "allowed_hosts": ["a"], "strict": "true"}
+    )
     settings = arguments.settings
     for told in (settings, settings_of(arguments.each, model=Path("m"), name="m", pages=40)):
         assert (told.model, told.pages, told.speculate, told.kv_disk, told.kv_disk_gb) == (
@@ -52,3 +54,4 @@ def test_options_of_the_server_and_of_the_replicas_come_from_one_list():
         assert (told.compiled, told.cache_dtype, told.cache_rotation) == (Path("c"), "int4", "hadamard")
         assert (told.max_running, told.max_gap) == (9, 0.5)
     assert (settings.generation_config, settings.allowed_hosts, settings.host) == ("none", ("a",), "127.0.0.1")
+    assert settings.strict

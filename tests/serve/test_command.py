@@ -151,10 +151,10 @@ def test_a_file_has_the_options_by_their_names(serve, tmp_path):
     file = tmp_path / "serve.toml"
     file.write_text(
         f'model = "{FOLDER}"\nname = "bible"\npages = 64\npage-size = 32\ncache_dtype = "int8"\nmetrics = true\n'
-        'allowed-host = ["a.example", "b.example"]\nmax-gap = 0.5\nspeculate = "lookup"\n'
+        'allowed-host = ["a.example", "b.example"]\nmax-gap = 0.5\nspeculate = "lookup"\nstrict = true\n'
     )
     settings, size = serve("--config", str(file), "--pages", "32")
-    assert (settings.model, settings.name, settings.metrics) == (FOLDER, "bible", True)
+    assert (settings.model, settings.name, settings.metrics, settings.strict) == (FOLDER, "bible", True, True)
     assert (settings.allowed_hosts, settings.max_gap) == (("a.example", "b.example"), 0.5)
     assert (settings.speculate, settings.cache_dtype) == ("lookup", "int8")
     assert (size.num_pages, size.page_size) == (32, 32)  # what the command line says comes first

@@ -73,9 +73,7 @@ def test_a_stop_sequence_and_a_limit_are_told(stream):
         assert ask(server, [{"role": "user", "content": "x"}], stream, max_tokens=2).stop_reason == "max_tokens"
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"top_k": "x"}, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, {"max_tokens": None}]
-)
+@pytest.mark.parametrize("wrong", [{"top_k": "x"}, {"tools": [{"name": "search"}]}, {"max_tokens": None}])
 def test_errors_have_anthropic_s_shape(server, wrong):
     body = {"model": "demo", "max_tokens": 3, "messages": [{"role": "user", "content": "x"}]} | wrong
     status, answer = server.post("/v1/messages", body)

@@ -24,7 +24,6 @@ ROWS = [
     (COMPLETIONS, b"[]", "the body must be an object"),
     (COMPLETIONS, b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", "no JSON"),
     (COMPLETIONS, b"{}", "prompt is missing"),
-    (COMPLETIONS, {"wat": 1}, "wat is not known here"),
     (COMPLETIONS, {"suffix": "y"}, "suffix is not supported"),
     (COMPLETIONS, {"prompt": ""}, "prompt"),
     (COMPLETIONS, {"prompt": []}, "prompt is empty"),
@@ -34,8 +33,8 @@ ROWS = [
     (COMPLETIONS, {"prompt": [1, 99999]}, "token id 99999"),
     (COMPLETIONS, {"prompt": [-1]}, "token id -1"),
     (COMPLETIONS, b'{"prompt": "\\ud800"}', "is not valid text"),
-    (COMPLETIONS, {"prompt": "x " * LENGTH}, f"it may have {LENGTH}"),
-    (COMPLETIONS, {"prompt": "x" * 17 * LENGTH}, "too long for requests of 512 tokens"),
+    (COMPLETIONS, {"prompt": "x " * LENGTH}, f"maximum context length is {LENGTH} tokens. However, your prompt"),
+    (COMPLETIONS, {"prompt": "x" * 17 * LENGTH}, "8704 characters"),
     (COMPLETIONS, {"max_tokens": "five"}, "max_tokens must be an integer"),
     (COMPLETIONS, {"max_tokens": -1}, "max_tokens"),
     (COMPLETIONS, {"max_tokens": 0}, "max_tokens"),
@@ -65,12 +64,10 @@ ROWS = [
     (COMPLETIONS, {"stream": "yes"}, "stream must be true or false"),
     (COMPLETIONS, {"stream_options": 5, "stream": True}, "stream_options must be an object"),
     (COMPLETIONS, {"stream_options": {"include_usage": 1}, "stream": True}, "stream_options.include_usage must be"),
-    (COMPLETIONS, {"stream_options": {"x": 1}, "stream": True}, "stream_options.x is not known here"),
     (COMPLETIONS, {"stream_options": {}}, "stream_options belongs to"),
     (COMPLETIONS, {"cache_salt": 5}, "cache_salt must be a string"),
     (COMPLETIONS, {"response_format": {"type": "xml"}}, "response_format.type must be one of"),
     (COMPLETIONS, {"response_format": {"type": "json_schema"}}, "response_format.json_schema is missing"),
-    (COMPLETIONS, {"response_format": {"type": "text", "x": 1}}, "response_format.x is not known here"),
     (COMPLETIONS, {"structured_outputs": {"regex": 5}}, "structured_outputs.regex must be a string"),
     (COMPLETIONS, {"structured_outputs": {"regex": "("}}, "regular expression cannot be compiled"),
     (COMPLETIONS, {"structured_outputs": {"choice": []}}, "structured_outputs.choice must be a list"),
@@ -82,7 +79,6 @@ ROWS = [
     (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role must be one of"),
     (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content is missing"),
     (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content must be a string"),
-    (CHAT, {"messages": [{"role": "user", "content": "x", "wat": 1}]}, "messages[0].wat is not known here"),
     (CHAT, said({"type": "text"}), "messages[0].content[0].text is missing"),
     (CHAT, said({"type": "text", "text": 5}), "messages[0].content[0].text must be a string"),
     (CHAT, said({"text": "x"}), "messages[0].content[0].type is missing"),
@@ -96,7 +92,6 @@ ROWS = [
     (CHAT, user(add_generation_prompt=False), "add_generation_prompt is not supported"),
     (CHAT, user(continue_final_message=True), "continue_final_message is not supported"),
     (CHAT, user(echo=True), "echo is not supported"),
-    (CHAT, user(suffix="x"), "suffix is not known here"),
     (CHAT, user(tool_choice="required"), "tool_choice asks for a call"),
     (CHAT, user(tool_choice=5, tools=[TOOL]), "tool_choice must be"),
     (CHAT, user(tools=[{"type": "function"}]), "tools[0]"),
@@ -117,7 +112,8 @@ def test_a_bad_request_is_refused_by_name(server, path, given, message):
     error = answer["error"]
     assert set(error) == {"code", "message", "param", "type"}
     assert message in error["message"]
-    assert error["param"] is None or error["message"].startswith(error["param"])
+    assert error["param"] is None or error["param"] in error["message"]
+    assert error["code"] in (None, "context_length_exceeded")
     assert server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1})[0] == 200
 
 

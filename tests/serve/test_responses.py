@@ -60,9 +60,7 @@ def test_a_text_has_its_format(server):
     jsonschema.validate(json.loads(answer.output_text), WEATHER)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"store": True}, {"previous_response_id": "resp_1"}, {"background": True}, {"tools": [{"type": "mcp"}]}]
-)
+@pytest.mark.parametrize("wrong", [{"store": True}, {"previous_response_id": "resp_1"}, {"background": True}])
 def test_what_would_need_state_is_refused_by_name(server, wrong):
     status, answer = server.post("/v1/responses", {"input": "x"} | wrong)
     assert status == 400

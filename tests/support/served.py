@@ -61,6 +61,7 @@ def served(
     length: int = LENGTH,
     most_samples: int = 100,
     template: str | None = None,
+    strict: bool = False,
     **options: Any,
 ) -> Iterator[Served]:
     """An application on an engine of the demo's model or another one; `options` are those of `load`."""
@@ -69,6 +70,6 @@ def served(
     source = open_source(folder)
     model = ServedModel(source, "demo", length, template, source.sampling(OF_MODEL))
     backend = LocalBackend(engine, most_samples)
-    app = application(model, backend, Metrics("demo", backend))
+    app = application(model, backend, Metrics("demo", backend), strict=strict)
     with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as http:
         yield Served(http, engine, backend)

@@ -2,8 +2,12 @@
 
 import numpy as np
 
+from paged_kv.checkpoint.config import load_config
 from paged_kv.engine import load
 from paged_kv.engine.demo_model import FOLDER
+from paged_kv.engine.engine import Engine
+from paged_kv.engine.tokenizer import Tokenizer
+from support.fake_model import Nonsense
 
 HERMES = """{%- if tools %}Tools: {% for tool in tools %}{{ tool | tojson }}
 {% endfor %}Call them by <tool_call>{"name": ..., "arguments": ...}</tool_call>.
@@ -45,3 +49,19 @@ def scripted(text):
 
     engine.model.step = step
     return engine
+
+
+def scripted_without_compiler(*texts):
+    """An engine that says some texts, one after the other, whatever it is asked; it needs no compiler."""
+    model = Nonsense(256)
+    tokenizer = Tokenizer(FOLDER, load_config(FOLDER))
+    end = model.config.eos_token_ids[0]
+    script = iter([token for text in texts for token in (*tokenizer.encode(text, is_template=True), end)])
+
+    def step(tokens, *_):
+        logits = np.zeros((len(tokens), model.config.vocab_size), np.float32)
+        logits[:, next(script)] = 99
+        return logits
+
+    model.step = step
+    return Engine(model, tokenizer, max_step_tokens=4096)

@@ -23,7 +23,15 @@ SINGLE = ("harmony",)
 NUMBERS = {"type": "array", "items": {"type": "integer"}, "maxItems": 2}
 CHOSEN = {"one": {"oneOf": [{"type": "integer"}, {"type": "null"}]}, "any": {"anyOf": [{"type": "boolean"}, NUMBERS]}}
 CHOOSE = {"type": "object", "properties": CHOSEN, "required": ["one"]}
-OFFERED = [*TOOLS, {"type": "function", "function": {"name": "choose", "parameters": CHOOSE}}]
+TEXT = {"type": "string", "pattern": '^(?:[ab]{2}\\n"\\\\?[0-9]x?)$'}
+SAY = {"type": "object", "properties": {"input": TEXT}, "required": ["input"], "additionalProperties": False}
+OFFERED = [
+    *TOOLS,
+    *(
+        {"type": "function", "function": {"name": name, "parameters": schema}}
+        for name, schema in (("choose", CHOOSE), ("space.say", SAY))
+    ),
+]
 PARAMETERS = {each["function"]["name"]: each["function"].get("parameters", {}) for each in OFFERED}
 TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc"], exclude_characters="<>[]{}|`"), max_size=9)
 CALLS = st.one_of(

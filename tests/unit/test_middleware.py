@@ -128,7 +128,7 @@ def test_who_comes_through(request_):
     if status == 200:
         assert body == b"token " + BODY
     else:
-        assert error(body)["code"] == str(status)
+        assert error(body)["code"] == {401: "invalid_api_key"}.get(status)
 
 
 def test_the_body_is_not_read_before_the_key_is_right():
@@ -244,7 +244,7 @@ def test_a_stream_that_is_cut_ends_with_an_event(kind):
     assert first == b"data: 1"
     if kind.startswith(b"text/event-stream"):
         assert rest.endswith(b"\n\n")
-        assert error(rest.removeprefix(b"data: "))["code"] == "503"
+        assert error(rest.removeprefix(b"data: "))["type"] == "api_error"
     else:
         assert rest == b""
 

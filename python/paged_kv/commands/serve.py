@@ -90,6 +90,7 @@ _PATH = click.Path(path_type=Path)
     show_default=True,
     help="Sampling that requests leave out: as the model's generation_config.json has it, or not.",
 )
+@click.option("--strict", is_flag=True, help="Refuse fields of requests that are not known, instead of ignoring them.")
 @click.option("--drain-seconds", type=float, default=30.0, show_default=True, help="For requests when it is stopped.")
 @click.option(
     "--stall-seconds", type=float, default=120.0, show_default=True, help="A step that is longer is unhealthy."

@@ -105,6 +105,8 @@ class Arguments(BaseModel):
     chat_template: Path | None = None
     """A file in place of the checkpoint's template."""
     generation_config: Literal["model", "none"] = "model"
+    strict: bool = False
+    """True if requests are refused of which a part is not known."""
 
     @property
     def each(self) -> Model:
@@ -147,7 +149,7 @@ class Ingress:
             Ways(self._start, self._running, self._pools, LOST, full, down, given.retries, given.stall_seconds)
         )
         model = served_model(settings, open_source(settings.model), given.num_pages * given.page_size)
-        served = application(model, backend, Metrics(settings.name, backend))
+        served = application(model, backend, Metrics(settings.name, backend), strict=settings.strict)
         return Middleware(served, settings.rules(model.most_tokens))
 
     async def _start(self, job: Job) -> AsyncGenerator[list[Piece], None]:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Collection
 from typing import Any
 
+from paged_kv.arguments import shown
 from paged_kv.serve.backend import Job
-from paged_kv.serve.chat import MessageParser
-from paged_kv.serve.chat_request import Block, BlockExchange, Conversation, chat_format, read_tool
+from paged_kv.serve.chat_request import Block, BlockExchange, Conversation, Message, chat_format
+from paged_kv.serve.client_tools import read_function
 from paged_kv.serve.exchange import Event
 from paged_kv.serve.fields import Fields
+from paged_kv.serve.sampling import REFUSED
 from paged_kv.serve.served_model import ServedModel
+from paged_kv.structured_output import JsonSchema, Structure
 
 _HARMLESS = ("metadata", "service_tier", "context_management", "betas", "cache_control")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -25,21 +29,42 @@ def read_messages_request(body: Fields, model: ServedModel) -> Messages:
     """
     conversation = _conversation(body, model)
     body.any("max_tokens")
-    for name in ("container", "mcp_servers", "stop", "output_format", "output_config"):
+    for name in ("container", "mcp_servers", "stop", *REFUSED):
         body.refuse(name)
+    answer = _structure(body)
     stream, stops = body.flag("stream", False), body.any("stop_sequences", [])
     body.ignore(_HARMLESS)
-    job, prompt = conversation.job(body, model, None, ("max_tokens",), stop=stops)
+    job, prompt = conversation.job(body, model, answer, ("max_tokens",), stop=stops)
     body.end()
-    return Messages(job, model, conversation.parser(prompt), stream=stream)
+    return Messages(job, model, conversation.message(prompt), stream=stream)
 
 
 def count_tokens(body: Fields, model: ServedModel) -> dict[str, Any]:
     """A request to /v1/messages/count_tokens, and its answer. Raises as `read_messages_request`."""
     prompt = _conversation(body, model).prompt()
+    _structure(body)
     body.ignore(_HARMLESS)
     body.end()
     return {"input_tokens": len(model.tokens("messages", prompt, is_template=True))}
+
+
+def _structure(body: Fields) -> Structure | None:
+    """Return what the text must be, by `output_config.format`, or `output_format` as it was called before."""
+    config = body.object("output_config", None)
+    named = [(config, "format")] * ("format" in config) + [(body, "output_format")] * ("output_format" in body)
+    if len(named) > 1:
+        raise body.error("output_format", "and output_config.format: a text has one structure")
+    config.any("format", None)
+    config.end()
+    if not named:
+        return None
+    holder, name = named[0]
+    given = holder.object(name)
+    given.choice("type", ("json_schema",))
+    structure = JsonSchema(given.any("schema"))
+    given.ignore(("name", "strict"))
+    given.end()
+    return structure
 
 
 def _conversation(body: Fields, model: ServedModel) -> Conversation:
@@ -53,8 +78,8 @@ def _conversation(body: Fields, model: ServedModel) -> Conversation:
         raise body.error("messages", "must be a list of at least one message")
     for message in given:
         messages += _messages(message)
-    tools = [_tool(each) for each in body.objects("tools")] or None
-    choice, parallel = _choice(body.object("tool_choice", None), bool(tools))
+    tools = [tool for each in body.objects("tools") if (tool := _tool(each)) is not None] or None
+    choice, parallel = _choice(body.object("tool_choice", None), [each["function"]["name"] for each in tools or ()])
     thinking = body.object("thinking", None)
     template = {}
     if "type" in thinking:
@@ -71,10 +96,14 @@ def _messages(given: Fields) -> list[dict[str, Any]]:
         message: dict[str, Any] = {"role": role, "content": given.text("content")}
         given.end()
         return [message]
-    kinds = {"user": ("text", "tool_result"), "system": ("text",)}.get(str(role), _ASSISTANT)
     results, texts, thoughts, calls = list[dict[str, Any]](), list[str](), list[str](), list[dict[str, Any]]()
     for block in given.objects("content"):
-        kind = block.choice("type", kinds)
+        kind, kinds = str(block.text("type")), _BLOCKS[str(role)]
+        if kind not in kinds:
+            if role != "assistant":
+                block.choice("type", kinds)
+            block.leave_out(kinds)
+            continue
         if kind == "text":
             texts.append(str(block.text("text")))
         elif kind == "thinking":
@@ -83,7 +112,7 @@ def _messages(given: Fields) -> list[dict[str, Any]]:
             function = {"name": block.text("name"), "arguments": block.object("input").raw()}
             calls.append({"id": block.text("id"), "type": "function", "function": function})
         elif kind == "tool_result":
-            said = block.texts("content", ("text",), _OF_TEXTS) if "content" in block else ""
+            said = block.texts("content", ("text",), _OF_TEXTS, "name") if "content" in block else ""
             said = f"Error: {said}" if block.flag("is_error", False) else said
             results.append({"role": "tool", "tool_call_id": block.text("tool_use_id"), "content": said})
         block.ignore(("cache_control", "citations", "signature", "data", "caller"))
@@ -97,31 +126,41 @@ def _messages(given: Fields) -> list[dict[str, Any]]:
 
 
 _OF_TEXTS = ("cache_control", "citations")
-_ASSISTANT = ("text", "tool_use", "thinking", "redacted_thinking")
+_BLOCKS = {
+    "user": ("text", "tool_result"),
+    "system": ("text",),
+    "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
+}
+"""Types of blocks that are read; others of the assistant, which are results of a server's tools, are left out."""
 
 
-def _tool(given: Fields) -> dict[str, Any]:
-    given.choice("type", ("custom",), "custom")
+def _tool(given: Fields) -> dict[str, Any] | None:
+    """A function; None for a tool that Anthropic's servers know, or run themselves."""
+    if given.text("type", "custom") != "custom":
+        given.leave_out(("custom",))
+        return None
     ignored = ("cache_control", "strict", "eager_input_streaming")
-    return read_tool(given, given.object("input_schema"), ignored)
+    return read_function(given, given.object("input_schema"), ignored)
 
 
-def _choice(given: Fields, has_tools: bool) -> tuple[Any, bool]:
-    """Return which tools are called, and whether several may be."""
-    kind = given.choice("type", (*_CHOICES, "tool"), "auto" if has_tools else "none")
+def _choice(given: Fields, names: Collection[str]) -> tuple[Any, bool]:
+    """Return which of some tools are called, and whether several may be."""
+    kind = given.choice("type", (*_CHOICES, "tool"), "auto" if names else "none")
     parallel = not given.flag("disable_parallel_tool_use", False)
-    if not has_tools and kind in ("any", "tool"):
+    if not names and kind in ("any", "tool"):
         raise given.error("type", "asks for a call, and there are no tools")
     choice: Any = {"name": given.text("name")} if kind == "tool" else _CHOICES[str(kind)]
+    if kind == "tool" and choice["name"] not in names:
+        raise given.error("name", f"is {shown(choice['name'])}, and there is no such tool")
     given.end()
-    return (choice if has_tools else "none"), parallel
+    return (choice if names else "none"), parallel
 
 
 class Messages(BlockExchange):
     """The answer of /v1/messages."""
 
-    def __init__(self, job: Job, model: ServedModel, parser: MessageParser, *, stream: bool) -> None:
-        super().__init__(job, parser, stream=stream)
+    def __init__(self, job: Job, model: ServedModel, message: Message, *, stream: bool) -> None:
+        super().__init__(job, message, stream=stream)
         self._model = model
         self._head = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": model.name}
 
@@ -130,7 +169,7 @@ class Messages(BlockExchange):
         return [{"type": "message_start", "message": message | {"usage": self._usage() | {"output_tokens": 0}}}]
 
     def opened(self, block: Block) -> list[Event]:
-        empty = self._block(Block(block.kind, block.index, block.id, block.name))
+        empty = self._block(Block(block.kind, block.index, block.id, block.tool))
         return [{"type": "content_block_start", "index": block.index, "content_block": empty}]
 
     def grown(self, block: Block, text: str) -> list[Event]:
@@ -156,7 +195,7 @@ class Messages(BlockExchange):
             given = json.loads(block.text or "{}")
         except ValueError:  # the answer ended by length inside it
             given = {}
-        return {"type": "tool_use", "id": block.id, "name": block.name, "input": given}
+        return {"type": "tool_use", "id": block.id, "name": block.tool.name, "input": given}
 
     def _stop(self) -> dict[str, Any]:
         """The reason of the end, and the stop sequence where it is one."""

@@ -19,14 +19,15 @@ from paged_kv.errors import CheckpointError, ContractError, ContractTypeError, P
 from paged_kv.serve.anthropic_messages import count_tokens, read_messages_request
 from paged_kv.serve.backend import Backend, Busy, Failed, Gone, Job, Piece
 from paged_kv.serve.exchange import Event, Exchange
-from paged_kv.serve.fields import Fields, parse
+from paged_kv.serve.fields import FieldError, Fields, parse
+from paged_kv.serve.ignored import Ignored, UnknownParts
 from paged_kv.serve.metrics import Metrics
-from paged_kv.serve.middleware import Receive, Scope, Send, error_event, error_of
+from paged_kv.serve.middleware import ANTHROPIC, Receive, Scope, Send, error_event, error_of
 from paged_kv.serve.openai_chat import read_chat, read_conversation
 from paged_kv.serve.openai_completions import read_completion
 from paged_kv.serve.openai_responses import read_response
 from paged_kv.serve.page import HEADERS, PAGE
-from paged_kv.serve.served_model import ServedModel, UnknownModel
+from paged_kv.serve.served_model import ContextExceeded, ServedModel, UnknownModel
 
 logger = logging.getLogger("paged_kv.serve")
 
@@ -42,17 +43,19 @@ _LONG = 4096
 _REFUSALS = (ContractError, ContractTypeError, CheckpointError, ToolchainError)
 
 
-def application(model: ServedModel, backend: Backend, metrics: Metrics) -> Starlette:
-    """The application of one model."""
+def application(model: ServedModel, backend: Backend, metrics: Metrics, *, strict: bool = False) -> Starlette:
+    """The application of one model; a strict one refuses parts of requests that it does not know."""
+    unknown = UnknownParts(strict)
 
     async def compute(request: Request) -> Reply:
-        body, read = await request.body(), ROUTES[request.url.path]
-        exchange = await _beside(body, lambda: read(parse(body), model))
-        return Reply(exchange, backend, metrics)
+        body, read, ignored = await request.body(), ROUTES[request.url.path], Ignored(unknown)
+        exchange = await _beside(body, lambda: read(parse(body, ignored), model))
+        return Reply(exchange, backend, metrics, ignored.headers())
 
     async def told(request: Request) -> JSONResponse:
-        body, read = await request.body(), QUESTIONS[request.url.path]
-        return JSONResponse(await _beside(body, lambda: read(parse(body), model)))
+        body, read, ignored = await request.body(), QUESTIONS[request.url.path], Ignored(unknown)
+        answer = await _beside(body, lambda: read(parse(body, ignored), model))
+        return JSONResponse(answer, headers=ignored.headers())
 
     async def models(request: Request) -> JSONResponse:
         name = request.path_params.get("name")
@@ -124,10 +127,17 @@ QUESTIONS: Mapping[str, Callable[[Fields, ServedModel], dict[str, Any]]] = {
 
 
 class Reply:
-    """An ASGI answer that grows with the pieces of an exchange. A client that leaves ends its jobs."""
+    """An ASGI answer that grows with the pieces of an exchange. A client that leaves ends its jobs.
 
-    def __init__(self, exchange: Exchange, backend: Backend, metrics: Metrics) -> None:
-        self._exchange, self._backend, self._metrics = exchange, backend, metrics
+    Args:
+        exchange: The request, and its answer.
+        backend: Computes its jobs.
+        metrics: Watch them.
+        headers: Further headers of an answer that is no error.
+    """
+
+    def __init__(self, exchange: Exchange, backend: Backend, metrics: Metrics, headers: Mapping[str, str]) -> None:
+        self._exchange, self._backend, self._metrics, self._headers = exchange, backend, metrics, headers
         self._streams = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -156,10 +166,10 @@ class Reply:
             if exchange.stream:
                 await self._send_events(send, exchange.end(), last=True)
             else:
-                await _send_whole(send, 200, json.dumps(exchange.whole()).encode())
+                await _send_whole(send, 200, json.dumps(exchange.whole()).encode(), self._headers)
         except Exception as error:
             status, message, headers = _answer_of(error)
-            said = error_of(status, message, getattr(error, "param", None), path)
+            said = _told(error, status, message, path)
             if self._streams:
                 await send({"type": "http.response.body", "body": error_event(said, path)})
             else:
@@ -206,7 +216,8 @@ class Reply:
         if not self._streams:
             self._streams, events = True, [*self._exchange.begin(), *events]
             kind = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-            await send({"type": "http.response.start", "status": 200, "headers": kind})
+            headers = kind + [(name.encode(), value.encode()) for name, value in self._headers.items()]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
         named = self._exchange.NAMED_EVENTS
         body = b"".join(_written(event, named) for event in events)
         if last and not named:
@@ -253,10 +264,17 @@ def _answer_of(error: Exception) -> tuple[int, str, dict[str, str]]:
     return status, message, headers
 
 
+def _told(error: Exception, status: int, message: str, path: str) -> dict[str, Any]:
+    """The body that tells an error."""
+    if isinstance(error, ContextExceeded) and path.startswith(ANTHROPIC):
+        message = error.anthropic
+    param, code = (error.param, error.code) if isinstance(error, FieldError) else (None, None)
+    return error_of(status, message, param, path, code)
+
+
 async def _error(request: Request, error: Exception) -> Response:
     status, message, headers = _answer_of(error)
-    said = error_of(status, message, getattr(error, "param", None), request.url.path)
-    return JSONResponse(said, status, headers)
+    return JSONResponse(_told(error, status, message, request.url.path), status, headers)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from paged_kv.arguments import shown
 from paged_kv.engine.sampling import Logprobs
 from paged_kv.errors import ContractError
 from paged_kv.serve.backend import Job, Piece
 from paged_kv.serve.chat import CallStart, ChatFormat, Content, Delta, MessageParser, Reasoning
+from paged_kv.serve.client_tools import ClientTool, ToolCall, read_calls
 from paged_kv.serve.exchange import Event, Exchange
 from paged_kv.serve.fields import Fields
 from paged_kv.serve.sampling import read_max_tokens, read_sampling
@@ -27,24 +28,28 @@ class Conversation:
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None
     choice: Any = "none"
-    """The tools that are called: "none", "auto", "required" or `{"name": ...}`."""
+    """The tools that are called: "none", "auto", "required" or as `ChatFormat.structure` has it."""
     parallel: bool = True
     template: Mapping[str, Any] = field(default_factory=dict)
     """Further values for the template."""
+    client_tools: Mapping[str, ClientTool] = field(default_factory=dict)
+    """The client's tools by the names of their functions."""
 
     def prompt(self) -> str:
         """The text that the model goes on with. Raises ContractError where the template refuses it."""
         if self.tools is not None:
             self.format.check_tools(self.tools, self.choice)
-        return self.format.render(self.messages, self.tools, **self.template)
+        return self.format.render(_without_billing(self.messages), self.tools, **self.template)
 
     def structure(self, prompt: str, answer: Structure | None) -> Structure | None:
         """Return what the answer to a prompt must be; `answer` where it is no call. Raises ContractError."""
-        return self.format.structure(self.tools, self.choice, self.parallel, answer, prompt)
+        grammars = {name: tool.grammar for name, tool in self.client_tools.items() if tool.grammar is not None}
+        return self.format.structure(self.tools, self.choice, self.parallel, answer, prompt, grammars)
 
-    def parser(self, prompt: str) -> MessageParser:
-        """Reads the answer to a prompt."""
-        return self.format.parser(self.tools if self.choice != "none" else None, prompt)
+    def message(self, prompt: str) -> Message:
+        """The message that the answer to a prompt is."""
+        parser = self.format.parser(self.tools if self.choice != "none" else None, prompt)
+        return Message(parser, self.client_tools)
 
     def job(
         self,
@@ -82,35 +87,20 @@ class Conversation:
         return Job(tokens, sampling, n, body.text("cache_salt", None)), prompt
 
 
-def read_tool(given: Fields, schema: Fields, ignored: Collection[str]) -> dict[str, Any]:
-    """A function that may be called, whose fields are those of an object itself; `schema` is of its arguments."""
-    function = {"name": given.text("name"), "parameters": schema.raw()}
-    if "description" in given:
-        function["description"] = given.text("description")
-    given.ignore(ignored)
-    given.end()
-    return {"type": "function", "function": function}
+_BILLING = re.compile(r"^x-anthropic-billing-header:[^\n]*\n?", re.MULTILINE)
+"""A line of Claude Code's system messages that is another one with each request, so that no prefix would be shared."""
 
 
-def read_choice(body: Fields, has_tools: bool, within: str | None = None) -> Any:
-    """OpenAI's `tool_choice`; `within` is the field of a named function that holds its name.
-
-    Raises:
-        FieldError: it is malformed, or asks for a call where there are no tools.
-    """
-    choice = body.any("tool_choice", "auto" if has_tools else "none")
-    if isinstance(choice, dict):
-        given = body.object("tool_choice")
-        given.choice("type", ("function",))
-        function = given if within is None else given.object(within)
-        choice = {"name": function.text("name")}
-        function.end()
-        given.end()
-    elif choice not in ("none", "auto", "required"):
-        raise body.error("tool_choice", f"must be none, auto, required or a function, not {shown(choice)}")
-    if not has_tools and choice not in ("none", "auto"):
-        raise body.error("tool_choice", "asks for a call, and there are no tools")
-    return choice if has_tools else "none"
+def _without_billing(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    kept = []
+    for message in messages:
+        content = message.get("content")
+        if message["role"] in ("system", "developer") and isinstance(content, str) and _BILLING.search(content):
+            message = {**message, "content": _BILLING.sub("", content)}
+            if not message["content"]:
+                continue
+        kept.append(message)
+    return kept
 
 
 def chat_format(model: ServedModel) -> ChatFormat:
@@ -129,10 +119,11 @@ class Message:
     """One message of the assistant as it grows; the parts of it, for whatever API."""
 
     parser: MessageParser
+    client_tools: Mapping[str, ClientTool] = field(default_factory=dict)
+    """The client's tools by the names of their functions."""
     content: str = ""
     reasoning: str = ""
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    """Each with an id, a name and the text of its arguments."""
+    calls: list[ToolCall] = field(default_factory=list)
     finish: str | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[tuple[int, Logprobs]] = field(default_factory=list)
@@ -152,11 +143,7 @@ class Message:
                 self.content += delta.text
             elif isinstance(delta, Reasoning):
                 self.reasoning += delta.text
-            elif isinstance(delta, CallStart):
-                self.calls.append({"id": delta.id, "name": delta.name, "arguments": ""})
-            else:
-                self.calls[delta.index]["arguments"] += delta.text
-        return deltas
+        return read_calls(deltas, self.calls, self.client_tools)
 
 
 @dataclass
@@ -166,9 +153,10 @@ class Block:
     kind: Literal["text", "reasoning", "call"]
     index: int
     id: str = ""
-    name: str = ""
+    tool: ClientTool = field(default_factory=lambda: ClientTool(""))
+    """The tool that is called."""
     text: str = ""
-    """The arguments of a call."""
+    """With a call its arguments, or its input."""
 
 
 class BlockExchange(Exchange):
@@ -176,15 +164,15 @@ class BlockExchange(Exchange):
 
     Args:
         job: What is computed.
-        parser: Reads its text.
+        message: Reads its text.
         stream: Whether the answer is a stream of events.
     """
 
     NAMED_EVENTS = True
 
-    def __init__(self, job: Job, parser: MessageParser, *, stream: bool) -> None:
+    def __init__(self, job: Job, message: Message, *, stream: bool) -> None:
         super().__init__([job], stream=stream)
-        self.message = Message(parser)
+        self.message = message
         self.blocks: list[Block] = []
         self._is_open = False
 
@@ -204,7 +192,8 @@ class BlockExchange(Exchange):
         events: list[Event] = []
         for delta in self.message.take(pieces):
             if isinstance(delta, CallStart):
-                events += self._open(Block("call", len(self.blocks), delta.id, delta.name))
+                tool = self.message.calls[delta.index].tool
+                events += self._open(Block("call", len(self.blocks), delta.id, tool))
                 continue
             kind: Any = {Content: "text", Reasoning: "reasoning"}.get(type(delta), "call")
             if not self._is_open or self.blocks[-1].kind != kind:

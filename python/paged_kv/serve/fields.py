@@ -1,20 +1,26 @@
-"""Typed reading of JSON: each value that is wrong is refused by the name of its field, and so is an unknown field."""
+"""Typed reading of JSON: each value that is wrong is refused by the name of its field; unknown fields are ignored."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from paged_kv.arguments import printable, shown
 from paged_kv.errors import ContractError
+from paged_kv.serve.ignored import Ignored
 
 Value = TypeVar("Value")
+OtherParts: TypeAlias = Literal["refuse", "name", "drop"]
+"""Parts of a content that are no texts are refused, a text in their place names them, or they are dropped."""
 _MISSING: Any = object()
 
 
 class FieldError(ContractError):
     """A field is missing, unknown, or has a wrong value; `param` is its name."""
+
+    code: ClassVar[str | None] = None
+    """A word by which clients know the error."""
 
     def __init__(self, param: str, problem: str) -> None:
         super().__init__(f"{param} {problem}")
@@ -27,16 +33,18 @@ class Fields:
     Args:
         given: The object.
         name: By which errors know it, as `messages[2]`; empty for the body itself.
+        ignored: Takes what is not known; by default it is refused.
 
     Raises:
         FieldError: it is no object.
     """
 
-    def __init__(self, given: Any, name: str = "") -> None:
+    def __init__(self, given: Any, name: str = "", ignored: Ignored | None = None) -> None:
         if not isinstance(given, dict):
             raise FieldError(name or "the body", f"must be an object, not {shown(given)}")
         self._given = {key: value for key, value in given.items() if value is not None}
         self._name = name
+        self._ignored = Ignored() if ignored is None else ignored
         self._read: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
@@ -81,23 +89,43 @@ class Fields:
 
     def object(self, name: str, default: Any = _MISSING) -> Fields:
         """An object; an empty one where it may be missing."""
-        return Fields(self.any(name, {} if default is None else default), self.path(name))
+        return Fields(self.any(name, {} if default is None else default), self.path(name), self._ignored)
 
     def objects(self, name: str) -> list[Fields]:
         """A list of objects, empty where it is missing."""
         found = self._typed(name, [], "a list", lambda value: isinstance(value, list))
-        return [Fields(each, f"{self.path(name)}[{index}]") for index, each in enumerate(found)]
+        return [Fields(each, f"{self.path(name)}[{index}]", self._ignored) for index, each in enumerate(found)]
 
-    def texts(self, name: str, kinds: Collection[str], ignored: Collection[str]) -> str:
-        """A text, or the texts of parts of some kinds, a line each; `ignored` are fields of parts."""
+    def texts(
+        self,
+        name: str,
+        kinds: Collection[str],
+        harmless: Collection[str],
+        others: OtherParts = "refuse",
+    ) -> str:
+        """A text, or the texts of parts of some kinds, a line each.
+
+        Args:
+            name: The field.
+            kinds: The types of parts that are read.
+            harmless: Fields of parts that change nothing.
+            others: What becomes of parts of other types.
+        """
         if not isinstance(self.any(name), list):
             return str(self.text(name))
         texts = []
         for part in self.objects(name):
-            part.choice("type", kinds)
-            texts.append(str(part.text("text")))
-            part.ignore(ignored)
-            part.end()
+            kind = str(part.text("type"))
+            if kind in kinds:
+                texts.append(str(part.text("refusal" if kind == "refusal" else "text")))
+                part.ignore(harmless)
+                part.end()
+                continue
+            if others == "refuse":
+                part.choice("type", kinds)
+            part.leave_out(kinds)
+            if others == "name":
+                texts.append(f"[{_omitted(kind)} omitted: this model reads text only]")
         return "\n".join(texts)
 
     def raw(self) -> dict[str, Any]:
@@ -116,20 +144,43 @@ class Fields:
         self._read.add(name)
 
     def end(self) -> None:
-        """Refuses what was not read.
+        """Ignores what was not read.
 
         Raises:
-            FieldError: there is a field that is not known.
+            FieldError: there is a field that is not known, and the server is strict.
         """
-        unknown = sorted(self._given.keys() - self._read)
-        if unknown:
-            raise self.error(printable(unknown[0]), "is not known here")
+        for name in sorted(self._given.keys() - self._read):
+            error = self.error(printable(name), "is not known here")
+            self._ignored.add(error.param, error, "is not known here")
+
+    def leave_out(self, kinds: Collection[str], name: str = "type") -> None:
+        """Ignores all of it: its type is none of some.
+
+        Raises:
+            FieldError: the server is strict.
+        """
+        asked = shown(self._given.get(name))
+        error = self.error(name, f"must be one of {', '.join(kinds)}, not {asked}")
+        self._ignored.add(self._name, error, f"has the {name} {asked}, which is not known here")
+
+    def pass_over(self, name: str, problem: str) -> None:
+        """Ignores what a field says.
+
+        Raises:
+            FieldError: the server is strict.
+        """
+        self._ignored.add(self.path(name), self.error(name, problem), problem)
 
     def _typed(self, name: str, default: Any, wording: str, fits: Callable[[Any], bool]) -> Any:
         value = self.any(name, default)
         if value is not default and not fits(value):
             raise self.error(name, f"must be {wording}, not {shown(value)}")
         return value
+
+
+def _omitted(kind: str) -> str:
+    """The word for a part that is not read, by its type: `image_url` is an image."""
+    return next((word for word in ("image", "audio", "video", "document", "file") if word in kind), printable(kind))
 
 
 def _is_text(value: Any) -> bool:
@@ -139,14 +190,14 @@ def _is_text(value: Any) -> bool:
         return False
 
 
-def parse(body: bytes) -> Fields:
-    """The fields of a body.
+def parse(body: bytes, ignored: Ignored | None = None) -> Fields:
+    """The fields of a body; `ignored` takes what is not known.
 
     Raises:
         ContractError: it is no JSON, or no object.
     """
     try:
-        return Fields(json.loads(body))
+        return Fields(json.loads(body), ignored=ignored)
     except (ValueError, RecursionError) as error:
         if isinstance(error, FieldError):
             raise

@@ -52,7 +52,7 @@ def serve(settings: Settings) -> None:
         say(line)
     engine = setup.engine(model.tokenizer)
     backend = LocalBackend(engine, settings.max_running + settings.max_queue, settings.stall_seconds)
-    app = application(model, backend, Metrics(settings.name, backend))
+    app = application(model, backend, Metrics(settings.name, backend), strict=settings.strict)
     listen(app, rules, sockets, settings, model)
     engine.flush()
 

@@ -60,7 +60,9 @@ _DROPS = 8
 """Refused bodies that are dropped at a time."""
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-_ANTHROPIC = "/v1/messages"
+_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
+ANTHROPIC = "/v1/messages"
+"""The beginning of the paths of Anthropic's routes."""
 _BRACKETS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
 
@@ -86,12 +88,22 @@ class Rules:
     max_connections: int = 256
 
 
-def error_of(status: int, message: str, param: str | None = None, path: str = "") -> dict[str, Any]:
-    """OpenAI's shape of an error, or Anthropic's on its routes; `param` is the field that is wrong."""
+def error_of(
+    status: int, message: str, param: str | None = None, path: str = "", code: str | None = None
+) -> dict[str, Any]:
+    """OpenAI's shape of an error, or Anthropic's on its routes.
+
+    Args:
+        status: HTTP's.
+        message: For people.
+        param: The field that is wrong.
+        path: The route.
+        code: A word for programs; by default that of the status, where it has one.
+    """
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    if path.startswith(_ANTHROPIC):
+    if path.startswith(ANTHROPIC):
         return {"type": "error", "error": {"type": kind, "message": message}}
-    return {"error": {"message": message, "type": kind, "param": param, "code": str(status)}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": code or _CODES.get(status)}}
 
 
 def error_body(status: int, message: str, path: str = "") -> bytes:
@@ -101,7 +113,7 @@ def error_body(status: int, message: str, path: str = "") -> bytes:
 
 def error_event(said: dict[str, Any], path: str) -> bytes:
     """An error as an event of a stream."""
-    name = b"event: error\n" if path.startswith((_ANTHROPIC, "/v1/responses")) else b""
+    name = b"event: error\n" if path.startswith((ANTHROPIC, "/v1/responses")) else b""
     return name + b"data: " + json.dumps(said).encode() + b"\n\n"
 
 

@@ -8,15 +8,29 @@ from typing import Any
 
 from paged_kv.engine.sampling import Logprobs
 from paged_kv.serve.backend import Job, Piece
-from paged_kv.serve.chat import CallStart, Content, Delta, MessageParser, Reasoning
-from paged_kv.serve.chat_request import Conversation, Message, chat_format, read_choice
+from paged_kv.serve.chat import CallStart, Content, Delta, Reasoning
+from paged_kv.serve.chat_request import Conversation, Message, chat_format
+from paged_kv.serve.client_tools import ClientTools, ToolCall, read_choice, read_text_tool, text_arguments
 from paged_kv.serve.exchange import ChoicesExchange, Event, Exchange, Wishes
-from paged_kv.serve.fields import Fields
+from paged_kv.serve.fields import Fields, OtherParts
 from paged_kv.serve.openai_completions import MOST_SAMPLES
-from paged_kv.serve.sampling import MOST_LOGPROBS, read_structure
+from paged_kv.serve.sampling import MOST_LOGPROBS, REFUSED, read_structure
 from paged_kv.serve.served_model import ServedModel
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+_REFUSED = (
+    *REFUSED,
+    "functions",
+    "function_call",
+    "audio",
+    "echo",
+    "continue_final_message",
+    "documents",
+    "chat_template",
+)
+"""Fields without which the answer would be another one than a client relies on."""
+_OTHERS: dict[str, OtherParts] = {"tool": "name", "assistant": "drop"}
+"""What becomes of parts that are no texts; in other messages they are refused."""
 
 
 def read_chat(body: Fields, model: ServedModel) -> Exchange:
@@ -33,7 +47,7 @@ def read_chat(body: Fields, model: ServedModel) -> Exchange:
     top = body.integer("top_logprobs", 0, 0, MOST_LOGPROBS)
     if top and not logprobs:
         raise body.error("top_logprobs", "belongs to a request with logprobs: true")
-    for name in ("functions", "function_call", "audio", "echo", "continue_final_message"):
+    for name in _REFUSED:
         body.refuse(name)
     body.refuse("modalities", (["text"],))
     if not body.flag("skip_special_tokens", True):
@@ -47,7 +61,7 @@ def read_chat(body: Fields, model: ServedModel) -> Exchange:
         logprobs=top if logprobs else None,
     )
     body.end()
-    return ChatCompletions(job, model, wishes, [conversation.parser(prompt) for _ in range(n)])
+    return ChatCompletions(job, model, wishes, [conversation.message(prompt) for _ in range(n)])
 
 
 def read_conversation(body: Fields, model: ServedModel) -> Conversation:
@@ -60,7 +74,7 @@ def read_conversation(body: Fields, model: ServedModel) -> Conversation:
     messages = [_message(each) for each in body.objects("messages")]
     if not messages:
         raise body.error("messages", "must be a list of at least one message")
-    tools = [each.raw() for each in body.objects("tools")] or None
+    tools = _tools(body)
     template = dict(body.object("chat_template_kwargs", None).raw())
     if "reasoning_effort" in body:
         template["reasoning_effort"] = body.text("reasoning_effort")
@@ -69,11 +83,25 @@ def read_conversation(body: Fields, model: ServedModel) -> Conversation:
     return Conversation(
         chat_format(model),
         messages,
-        tools,
-        read_choice(body, bool(tools), "function"),
+        tools.functions or None,
+        read_choice(body, tools, nested=True),
         body.flag("parallel_tool_calls", True),
         template,
+        tools.by_function,
     )
+
+
+def _tools(body: Fields) -> ClientTools:
+    tools = ClientTools()
+    for given in body.objects("tools"):
+        kind = given.text("type", "function")
+        if kind == "function":
+            tools.add(given.raw())
+        elif kind == "custom":
+            tools.add(*read_text_tool(given.object("custom")))
+        else:
+            given.leave_out(("function", "custom"))
+    return tools
 
 
 def _message(given: Fields) -> dict[str, Any]:
@@ -81,7 +109,8 @@ def _message(given: Fields) -> dict[str, Any]:
     role = given.choice("role", _ROLES)
     message: dict[str, Any] = {"role": role}
     if "content" in given:
-        message["content"] = given.texts("content", ("text",), ("cache_control",))
+        others = _OTHERS.get(str(role), "refuse")
+        message["content"] = given.texts("content", ("text", "refusal"), ("cache_control",), others)
     elif role != "assistant":
         raise given.error("content", "is missing")
     if "tool_calls" in given:
@@ -99,11 +128,13 @@ def _message(given: Fields) -> dict[str, Any]:
 
 
 def _call(call: Fields) -> dict[str, Any]:
-    function = call.object("function")
-    named = {"name": function.text("name"), "arguments": function.any("arguments", "{}")}
-    said = {"id": call.text("id", ""), "type": call.choice("type", ("function",), "function"), "function": named}
+    kind = call.choice("type", ("function", "custom"), "function")
+    given = call.object(str(kind))
+    arguments = given.any("arguments", "{}") if kind == "function" else text_arguments(str(given.text("input")))
+    function = {"name": given.text("name"), "arguments": arguments}
+    said = {"id": call.text("id", ""), "type": "function", "function": function}
     call.ignore(("index",))
-    function.end()
+    given.end()
     call.end()
     return said
 
@@ -111,10 +142,10 @@ def _call(call: Fields) -> dict[str, Any]:
 class ChatCompletions(ChoicesExchange):
     """The answer of /v1/chat/completions."""
 
-    def __init__(self, job: Job, model: ServedModel, wishes: Wishes, parsers: Sequence[MessageParser]) -> None:
+    def __init__(self, job: Job, model: ServedModel, wishes: Wishes, messages: Sequence[Message]) -> None:
         kind = "chat.completion.chunk" if wishes.stream else "chat.completion"
         super().__init__([job], model, wishes, "chatcmpl", kind)
-        self._messages = [Message(parser) for parser in parsers]
+        self._messages = messages
         self._told = [False] * job.n
 
     def take(self, job: int, sample: int, pieces: Sequence[Piece]) -> list[Event]:  # noqa: ARG002
@@ -127,7 +158,7 @@ class ChatCompletions(ChoicesExchange):
         if not self._told[sample]:
             self._told[sample], said = True, {"role": "assistant", "content": ""}
         for delta in deltas:
-            _add(said, delta)
+            _add(said, delta, message.calls)
         choice = {"index": sample, "delta": said, "finish_reason": self._finish(message)}
         logprobs = self._logprobs(message.logprobs[before:])
         if not said and not message.finish and not logprobs:
@@ -144,14 +175,7 @@ class ChatCompletions(ChoicesExchange):
             if message.reasoning:
                 said["reasoning_content"] = message.reasoning
             if message.calls:
-                said["tool_calls"] = [
-                    {
-                        "id": each["id"],
-                        "type": "function",
-                        "function": {key: each[key] for key in ("name", "arguments")},
-                    }
-                    for each in message.calls
-                ]
+                said["tool_calls"] = [_said(each, each.text) for each in message.calls]
             choice = {"index": index, "message": said, "finish_reason": self._finish(message)}
             choices.append(choice | {"logprobs": self._logprobs(message.logprobs)} | self._tokens(message))
         whole = self.answer(choices, usage=True)
@@ -177,18 +201,24 @@ class ChatCompletions(ChoicesExchange):
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
-def _add(said: dict[str, Any], delta: Delta) -> None:
-    """Adds a part of a message to the delta of a chunk."""
+def _said(call: ToolCall, text: str) -> dict[str, Any]:
+    """A call in OpenAI's words, with its text, or the beginning of it."""
+    kind, name = ("custom", "input") if call.tool.is_text else ("function", "arguments")
+    return {"id": call.id, "type": kind, kind: {"name": call.tool.name, name: text}}
+
+
+def _add(said: dict[str, Any], delta: Delta, calls: Sequence[ToolCall]) -> None:
+    """Adds a part of a message, which has some calls, to the delta of a chunk."""
     if isinstance(delta, Content):
         said["content"] = said.get("content", "") + delta.text
     elif isinstance(delta, Reasoning):
         said["reasoning_content"] = said.get("reasoning_content", "") + delta.text
     else:
-        calls = said.setdefault("tool_calls", [])
+        told, call = said.setdefault("tool_calls", []), calls[delta.index]
+        kind, name = ("custom", "input") if call.tool.is_text else ("function", "arguments")
         if isinstance(delta, CallStart):
-            function = {"name": delta.name, "arguments": ""}
-            calls.append({"index": delta.index, "id": delta.id, "type": "function", "function": function})
-        elif calls and calls[-1]["index"] == delta.index:
-            calls[-1]["function"]["arguments"] += delta.text
+            told.append({"index": delta.index, **_said(call, "")})
+        elif told and told[-1]["index"] == delta.index:
+            told[-1][kind][name] += delta.text
         else:
-            calls.append({"index": delta.index, "function": {"arguments": delta.text}})
+            told.append({"index": delta.index, kind: {name: delta.text}})

@@ -10,7 +10,7 @@ from paged_kv.engine.sampling import Logprobs
 from paged_kv.serve.backend import Job, Piece
 from paged_kv.serve.exchange import ChoicesExchange, Event, Exchange, Wishes
 from paged_kv.serve.fields import Fields
-from paged_kv.serve.sampling import MOST_LOGPROBS, read_max_tokens, read_sampling, read_structure
+from paged_kv.serve.sampling import MOST_LOGPROBS, REFUSED, read_max_tokens, read_sampling, read_structure
 from paged_kv.serve.served_model import ServedModel
 
 MOST_PROMPTS = 128
@@ -35,7 +35,8 @@ def read_completion(body: Fields, model: ServedModel) -> Exchange:
     echo = body.flag("echo", False)
     logprobs = body.integer("logprobs", None, 0, MOST_LOGPROBS)
     namespace = body.text("cache_salt", None)
-    body.refuse("suffix")
+    for refused in ("suffix", *REFUSED):
+        body.refuse(refused)
     tokens = [model.tokens(name, prompt, special=body.flag("add_special_tokens", True)) for name, prompt in prompts]
     left = min(model.left(name, each) for (name, _), each in zip(prompts, tokens, strict=True))
     most = read_max_tokens(body, ("max_tokens",), min(left, 16), 0 if echo else 1, left)

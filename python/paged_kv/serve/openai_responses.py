@@ -7,16 +7,31 @@ import time
 from typing import Any
 
 from paged_kv.serve.backend import Job
-from paged_kv.serve.chat import MessageParser
-from paged_kv.serve.chat_request import Block, BlockExchange, Conversation, chat_format, read_choice, read_tool
+from paged_kv.serve.chat_request import Block, BlockExchange, Conversation, Message, chat_format
+from paged_kv.serve.client_tools import (
+    ClientTool,
+    ClientTools,
+    is_function_name,
+    qualified,
+    read_choice,
+    read_function,
+    read_text_tool,
+    text_arguments,
+)
 from paged_kv.serve.exchange import Event
 from paged_kv.serve.fields import Fields
+from paged_kv.serve.sampling import REFUSED
 from paged_kv.serve.served_model import ServedModel
 from paged_kv.structured_output import JsonSchema, Structure
 
 _REFUSED = ("previous_response_id", "conversation", "background", "prompt", "max_tool_calls", "top_logprobs", "stop")
 _HARMLESS = ("include", "stream_options", "context_management", "client_metadata")
-_PARTS = ("input_text", "output_text", "text")
+_ITEMS = (
+    *("message", "reasoning", "function_call", "function_call_output"),
+    *("custom_tool_call", "custom_tool_call_output"),
+)
+_PARTS = ("input_text", "output_text", "text", "refusal")
+_TOOLS = ("function", "custom", "namespace")
 _OF_TEXTS = ("annotations", "logprobs")
 _REASONING = ("reasoning_text", "summary_text", "text")
 
@@ -28,7 +43,7 @@ def read_response(body: Fields, model: ServedModel) -> Responses:
         ContractError, ContractTypeError, CheckpointError, ToolchainError: a field cannot be taken.
     """
     model.check_name(body)
-    for name in _REFUSED:
+    for name in (*_REFUSED, *REFUSED):
         body.refuse(name)
     if body.flag("store", False):
         raise body.error("store", "is not supported other than false: nothing is kept")
@@ -40,7 +55,7 @@ def read_response(body: Fields, model: ServedModel) -> Responses:
     job, prompt = conversation.job(body, model, answer, ("max_output_tokens",), name="input")
     body.end()
     said |= {"temperature": job.sampling.temperature, "top_p": job.sampling.top_p}
-    return Responses(job, model, conversation.parser(prompt), said, stream=stream)
+    return Responses(job, model, conversation.message(prompt), said, stream=stream)
 
 
 _ECHOED: dict[str, Any] = {
@@ -68,51 +83,84 @@ def _conversation(body: Fields, model: ServedModel) -> Conversation:
         messages.append({"role": "user", "content": body.text("input")})
     if not messages:
         raise body.error("input", "must be a text or a list of at least one item")
-    tools = [_tool(each) for each in body.objects("tools")] or None
-    choice = read_choice(body, bool(tools))
+    tools = ClientTools()
+    for each in body.objects("tools"):
+        _add_tool(tools, each)
+    choice = read_choice(body, tools, nested=False)
     reasoning = body.object("reasoning", None)
     template = {"reasoning_effort": reasoning.text("effort")} if "effort" in reasoning else {}
     reasoning.ignore(("summary", "generate_summary"))
     reasoning.end()
     parallel = body.flag("parallel_tool_calls", True)
-    return Conversation(chat_format(model), messages, tools, choice, parallel, template)
+    functions = tools.functions or None
+    return Conversation(chat_format(model), messages, functions, choice, parallel, template, tools.by_function)
 
 
 def _add_item(messages: list[dict[str, Any]], item: Fields) -> None:
     """Adds an item of the input. Thoughts, texts and calls that follow each other are one message of the assistant."""
-    kind = item.choice("type", ("message", "function_call", "function_call_output", "reasoning"), "message")
+    kind = str(item.text("type", "message"))
+    if kind == "item_reference":
+        raise item.error("type", "is item_reference, and nothing is kept here: send the item itself")
+    if kind not in _ITEMS:
+        item.leave_out(_ITEMS)
+        return
     item.ignore(("id", "status", "phase"))
     if kind == "message":
-        role, text = (
-            item.choice("role", ("system", "developer", "user", "assistant")),
-            item.texts("content", _PARTS, _OF_TEXTS),
-        )
+        role = item.choice("role", ("system", "developer", "user", "assistant"))
+        text = item.texts("content", _PARTS, _OF_TEXTS, "drop" if role == "assistant" else "refuse")
         last = messages[-1] if messages else {}
         if role == "assistant" and last.get("role") == role and not last["content"] and "tool_calls" not in last:
             last["content"] = text
         else:
             messages.append({"role": role, "content": text})
-    elif kind == "function_call_output":
-        content = item.texts("output", _PARTS, _OF_TEXTS)
+    elif kind.endswith("_output"):
+        content = item.texts("output", _PARTS, _OF_TEXTS, "name")
+        item.ignore(("name",))
         messages.append({"role": "tool", "tool_call_id": item.text("call_id"), "content": content})
     elif kind == "reasoning":
-        thought = item.texts("content" if "content" in item else "summary", _REASONING, _OF_TEXTS)
+        thought = item.texts("content" if "content" in item else "summary", _REASONING, _OF_TEXTS, "drop")
         item.ignore(("summary", "encrypted_content"))
         if thought:
             messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
     else:
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
-        function = {"name": item.text("name"), "arguments": item.text("arguments")}
-        call = {"id": item.text("call_id"), "type": "function", "function": function}
+        is_text = kind == "custom_tool_call"
+        arguments = text_arguments(str(item.text("input"))) if is_text else item.text("arguments")
+        name = qualified(str(item.text("name")), item.text("namespace", None))
+        call = {"id": item.text("call_id"), "type": "function", "function": {"name": name, "arguments": arguments}}
         messages[-1].setdefault("tool_calls", []).append(call)
-        item.ignore(("namespace", "caller"))
+        item.ignore(("caller",))
     item.end()
 
 
-def _tool(given: Fields) -> dict[str, Any]:
-    given.choice("type", ("function",))
-    return read_tool(given, given.object("parameters", None), ("strict",))
+def _add_tool(tools: ClientTools, given: Fields, namespace: str | None = None) -> None:
+    """Adds a tool, or those of a namespace; one that cannot be offered is left out."""
+    kind = given.text("type")
+    if kind == "namespace" and namespace is None:
+        name, about, inner = str(given.text("name")), given.text("description", None), given.objects("tools")
+        first = len(tools.functions)
+        for each in inner:
+            _add_tool(tools, each, name)
+        if about and len(tools.functions) > first:  # templates have no place for it but a function's description
+            function = tools.functions[first]["function"]
+            function["description"] = f"{about}\n\n{function.get('description', '')}".strip()
+        given.end()
+        return
+    if kind == "function":
+        tool = read_function(given, given.object("parameters", None), ("type", "strict"))
+        client = ClientTool(tool["function"]["name"], namespace)
+        tool["function"]["name"] = qualified(client.name, namespace)
+    elif kind == "custom":
+        tool, client = read_text_tool(given, namespace)
+    else:
+        given.leave_out(_TOOLS if namespace is None else _TOOLS[:2])
+        return
+    name = tool["function"]["name"]
+    if namespace is not None and not is_function_name(name):
+        given.leave_out(("1 to 128 of A-Z a-z 0-9 _ . : - with its namespace",), "name")
+        return
+    tools.add(tool, client)
 
 
 def _structure(body: Fields) -> Structure | None:
@@ -134,10 +182,8 @@ def _structure(body: Fields) -> Structure | None:
 class Responses(BlockExchange):
     """The answer of /v1/responses: each block is an item of its output."""
 
-    def __init__(
-        self, job: Job, model: ServedModel, parser: MessageParser, said: dict[str, Any], *, stream: bool
-    ) -> None:
-        super().__init__(job, parser, stream=stream)
+    def __init__(self, job: Job, model: ServedModel, message: Message, said: dict[str, Any], *, stream: bool) -> None:
+        super().__init__(job, message, stream=stream)
         self._head = {
             "id": f"resp_{secrets.token_hex(12)}",
             "object": "response",
@@ -157,7 +203,7 @@ class Responses(BlockExchange):
         return [{"type": kind, "sequence_number": at, "response": response} for at, kind in enumerate(kinds)]
 
     def opened(self, block: Block) -> list[Event]:
-        self._ids.append(f"{_PREFIXES[block.kind]}_{secrets.token_hex(12)}")
+        self._ids.append(_new_id(block))
         item = self._item(block, "in_progress")
         events = [
             self._event("output_item.added", block, item=item | ({} if block.kind == "call" else {"content": []}))
@@ -167,11 +213,12 @@ class Responses(BlockExchange):
         return events
 
     def grown(self, block: Block, text: str) -> list[Event]:
-        return [self._event(f"{_NAMES[block.kind]}.delta", block, delta=text, **_place(block))]
+        return [self._event(f"{_NAMES[_kind(block)]}.delta", block, delta=text, **_place(block))]
 
     def closed(self, block: Block) -> list[Event]:
-        whole = {"arguments": block.text, "name": block.name} if block.kind == "call" else {"text": block.text}
-        events = [self._event(f"{_NAMES[block.kind]}.done", block, **whole, **_place(block))]
+        whole = {_TEXTS.get(_kind(block), "text"): block.text}
+        whole |= {"name": block.tool.name} if _kind(block) == "call" else {}
+        events = [self._event(f"{_NAMES[_kind(block)]}.done", block, **whole, **_place(block))]
         if block.kind == "text":
             events.append(self._event("content_part.done", block, content_index=0, part=_part(block)))
         return [*events, self._event("output_item.done", block, item=self._item(block, self._status(block)))]
@@ -186,7 +233,7 @@ class Responses(BlockExchange):
     def _response(self, status: str) -> dict[str, Any]:
         usage, reason = self.usage, {"reason": "max_output_tokens"} if status == "incomplete" else None
         if len(self._ids) < len(self.blocks):  # no stream has named them
-            self._ids = [f"{_PREFIXES[block.kind]}_{secrets.token_hex(12)}" for block in self.blocks]
+            self._ids = [_new_id(block) for block in self.blocks]
         return self._head | {
             "status": status,
             "incomplete_details": reason,
@@ -207,8 +254,9 @@ class Responses(BlockExchange):
     def _item(self, block: Block, status: str) -> dict[str, Any]:
         item: dict[str, Any] = {"id": self._ids[block.index], "status": status}
         if block.kind == "call":
-            call = {"call_id": block.id, "name": block.name, "arguments": block.text}
-            return item | {"type": "function_call"} | call
+            kind = "custom_tool_call" if block.tool.is_text else "function_call"
+            call = {"call_id": block.id, "name": block.tool.name, _TEXTS[_kind(block)]: block.text}
+            return item | {"type": kind} | call | ({"namespace": block.tool.namespace} if block.tool.namespace else {})
         if block.kind == "reasoning":
             content = [{"type": "reasoning_text", "text": block.text}]
             return item | {"type": "reasoning", "summary": [], "content": content}
@@ -223,8 +271,23 @@ class Responses(BlockExchange):
         return self._events - 1
 
 
-_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
-_NAMES = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
+_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc", "text call": "ctc"}
+_NAMES = {
+    "text": "output_text",
+    "reasoning": "reasoning_text",
+    "call": "function_call_arguments",
+    "text call": "custom_tool_call_input",
+}
+_TEXTS = {"call": "arguments", "text call": "input"}
+"""The fields of calls that have their texts."""
+
+
+def _kind(block: Block) -> str:
+    return "text call" if block.tool.is_text else block.kind
+
+
+def _new_id(block: Block) -> str:
+    return f"{_PREFIXES[_kind(block)]}_{secrets.token_hex(12)}"
 
 
 def _part(block: Block) -> dict[str, Any]:

@@ -20,6 +20,11 @@ _HARMLESS = (
     "prediction",
 )
 """Fields of OpenAI's clients that change no answer."""
+REFUSED = (
+    *("grammar", "json_schema", "logits_processors", "allowed_token_ids", "bad_words", "use_beam_search"),
+    *("prompt_embeds", "prompt_logprobs", "truncate_prompt_tokens", "include_stop_str_in_output"),
+)
+"""Fields of other servers without which the text would be another one than a client relies on."""
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_grammar": "grammar", "guided_choice": "choice"}
 """Older names of vLLM's for fields of `structured_outputs`."""
 

@@ -11,7 +11,6 @@ from paged_kv.arguments import printable, shown
 from paged_kv.checkpoint.source import Source
 from paged_kv.engine.requests import check_prompt
 from paged_kv.engine.tokenizer import Tokenizer
-from paged_kv.errors import ContractError
 from paged_kv.serve.fields import FieldError, Fields
 
 if TYPE_CHECKING:
@@ -19,10 +18,37 @@ if TYPE_CHECKING:
 
 CHARACTERS = 16
 """Characters of a prompt for each token of the longest request: more are not split into tokens."""
+_USUAL_CHARACTERS = 4
+"""The same as texts have it."""
 
 
 class UnknownModel(FieldError):
     """Another model is asked for."""
+
+    code = "model_not_found"
+
+
+class ContextExceeded(FieldError):
+    """A prompt is too long, told in the words by which clients of OpenAI's know it.
+
+    Args:
+        param: The field of the prompt.
+        tokens: Its tokens, or an estimate.
+        most: Tokens of the longest request.
+        counted: What was counted, in place of the tokens.
+    """
+
+    code = "context_length_exceeded"
+
+    def __init__(self, param: str, tokens: int, most: int, counted: str = "") -> None:
+        super().__init__(param, "")
+        counted = counted or f"{tokens} tokens"
+        self.args = (
+            f"This model's maximum context length is {most} tokens. However, your {param} resulted in {counted}, and "
+            f"an answer has one at least. Please reduce the length of the {param}.",
+        )
+        self.anthropic = f"prompt is too long: {tokens} tokens > {most - 1} maximum"
+        """The words by which clients of Anthropic's know it; an answer has a token."""
 
 
 class ServedModel:
@@ -79,23 +105,24 @@ class ServedModel:
         if isinstance(prompt, str):
             most = CHARACTERS * self.most_tokens
             if len(prompt) > most:
-                raise FieldError(
-                    name, f"has {len(prompt)} characters, which is too long for requests of {self.most_tokens} tokens"
-                )
+                counted = f"{len(prompt)} characters, which is too many"
+                raise ContextExceeded(name, len(prompt) // _USUAL_CHARACTERS, self.most_tokens, counted)
             prompt = self.tokenizer.encode(prompt, is_template=is_template or not special)
         elif not isinstance(prompt, list):
             raise FieldError(name, f"must be a text or a list of token ids, not {shown(prompt)}")
+        if len(prompt) > self.config.max_position_embeddings:
+            raise ContextExceeded(name, len(prompt), self.most_tokens)
         return check_prompt(self.config, name, prompt)
 
     def left(self, name: str, tokens: Sequence[int]) -> int:
         """New tokens that fit behind a prompt, at least 1.
 
         Raises:
-            ContractError: none does.
+            ContextExceeded: none does.
         """
         left = self.most_tokens - len(tokens)
         if left < 1:
-            raise ContractError(f"{name} has {len(tokens)} tokens; with one more it may have {self.most_tokens}")
+            raise ContextExceeded(name, len(tokens), self.most_tokens)
         return left
 
     def describe(self) -> dict[str, Any]:

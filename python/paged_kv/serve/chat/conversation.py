@@ -12,6 +12,7 @@ from paged_kv.errors import ContractError, ContractTypeError
 from paged_kv.serve.chat.deltas import CallStart
 from paged_kv.serve.chat.message import Incoming, Outgoing
 from paged_kv.serve.chat.syntaxes import SYNTAXES, Asked, Call, Syntax
+from paged_kv.serve.chat.systems import Systems
 from paged_kv.serve.chat.template import Template
 from paged_kv.serve.chat.tools import Tool
 
@@ -71,12 +72,17 @@ def choose_syntax(template: Template, habits: Habits) -> Syntax:
 
 
 def read_messages(
-    messages: Any, tools: Sequence[Mapping[str, Any]] | None, template: Template, syntax: Syntax, habits: Habits
+    messages: Any,
+    tools: Sequence[Mapping[str, Any]] | None,
+    template: Template,
+    syntax: Syntax,
+    habits: Habits,
+    systems: Systems,
 ) -> list[dict[str, Any]]:
     """The messages as a template takes them.
 
-    Contents of several texts become one, arguments of calls become what the template takes, and calls become text
-    where it does not write them.
+    Contents of several texts become one, arguments of calls become what the template takes, calls become text where it
+    does not write them, and system messages one at the front where it demands that.
 
     Raises:
         ContractTypeError, ContractError: they are no messages of texts and calls.
@@ -84,7 +90,7 @@ def read_messages(
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise ContractTypeError(f"messages must be a list of messages, not {shown(messages)}")
     read = [_message(f"messages[{at}]", message, template, syntax, habits) for at, message in enumerate(messages)]
-    return syntax.adapt(read, tools)
+    return syntax.adapt(systems.arrange(read), tools)
 
 
 def _message(place: str, given: Any, template: Template, syntax: Syntax, habits: Habits) -> dict[str, Any]:

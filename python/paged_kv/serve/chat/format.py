@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from paged_kv.checkpoint.source import Source
@@ -14,6 +16,7 @@ from paged_kv.serve.chat.grammar import Rules
 from paged_kv.serve.chat.message import Incoming, Outgoing
 from paged_kv.serve.chat.syntaxes import Asked, Syntax
 from paged_kv.serve.chat.syntaxes.harmony import Harmony
+from paged_kv.serve.chat.systems import read_systems
 from paged_kv.serve.chat.template import Template
 from paged_kv.serve.chat.template_files import DEFAULT, TOOL_USE, read_names, read_templates
 from paged_kv.serve.chat.thoughts import Thought, read_thought
@@ -41,6 +44,7 @@ class ChatFormat:
         default = templates.get(DEFAULT) or next(iter(templates.values()))
         self._default = Template(default, names)
         self._with_tools = Template(templates[TOOL_USE], names) if TOOL_USE in templates else self._default
+        self._systems = {template: read_systems(template) for template in {self._default, self._with_tools}}
         self._habits = read_habits(self._with_tools)
         self.syntax: Syntax = choose_syntax(self._with_tools, self._habits)
         self._thought = None if isinstance(self.syntax, Harmony) else read_thought(default)
@@ -83,7 +87,7 @@ class ChatFormat:
             ContractTypeError, ContractError: they are no messages, or the template refuses them.
         """
         template = self._with_tools if tools else self._default
-        read = read_messages(messages, tools, template, self.syntax, self._habits)
+        read = read_messages(messages, tools, template, self.syntax, self._habits, self._systems[template])
         return template.render(
             read, list(tools) if tools else None, **{"add_generation_prompt": True} | template_kwargs
         )
@@ -104,6 +108,7 @@ class ChatFormat:
         parallel: bool,
         answer: Structure | None,
         prompt: str = "",
+        text_grammars: Mapping[str, str] = MappingProxyType({}),
     ) -> Structure | None:
         """Return what the model's message must be, for `Sampling.structured_output`; None where it may be anything.
 
@@ -111,15 +116,17 @@ class ChatFormat:
 
         Args:
             tools: The request's tools.
-            choice: "none", "auto", "required" or `{"name": ...}`.
+            choice: "none", "auto", "required", `{"name": ...}`, or `{"names": [...], "mode": "auto" or "required"}`.
             parallel: Whether several calls may be made.
             answer: What the answer must be where it is no call.
             prompt: The rendered prompt, which may end inside a thought, or after one.
+            text_grammars: Grammars of tools by name, as `Tool.text_grammar`.
 
         Raises:
             ContractTypeError, ContractError: as `check_tools`.
         """
         chosen, is_required = self._chosen(tools, choice)
+        chosen = tuple(replace(tool, text_grammar=text_grammars.get(tool.name)) for tool in chosen)
         thought, is_open = self._thinks(prompt)
         if not chosen and (answer is None or not (thought or isinstance(self.syntax, Harmony))):
             return answer

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from paged_kv.serve.chat.tools import Tool
 from paged_kv.structured_output import Grammar, JsonSchema, Regex, Structure, with_guidance
 
 TEXT = "TEXT"
@@ -49,6 +50,14 @@ class Rules:
     def json(self, schema: Mapping[str, Any]) -> str:
         """JSON by a schema; the name of its rule."""
         return self.rule(f"%json {with_guidance(json.dumps(schema))}")
+
+    def arguments(self, tool: Tool) -> str:
+        """The arguments of a call of a tool as JSON; the name of their rule."""
+        if tool.text_grammar is None:
+            return self.json(tool.parameters)
+        (name,) = tool.parameters["properties"]
+        text = self.rule(f"%lark {{\n{tool.text_grammar}\n}}")
+        return self.rule(f"{literal(f'{{{json.dumps(name)}: {chr(34)}')} {text} {literal(chr(34) + '}')}")
 
     def structure(self, structure: Structure) -> str:
         """A text of a structure; the name of its rule."""

@@ -25,6 +25,8 @@ class Tool:
     parameters: dict[str, Any]
     """The schema of its arguments, an object. Where it names its properties and says nothing of others, there are no
     others."""
+    text_grammar: str | None = None
+    """The grammar, in Lark, of its one argument inside JSON's quotes; it is kept where calls are written as JSON."""
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
@@ -60,11 +62,15 @@ def chosen_tools(tools: tuple[Tool, ...], choice: Any) -> tuple[tuple[Tool, ...]
 
     Args:
         tools: All of them.
-        choice: "none", "auto", "required" or `{"name": ...}`.
+        choice: "none", "auto", "required", `{"name": ...}`, or `{"names": [...], "mode": "auto" or "required"}` for
+            some of them.
 
     Raises:
         ContractTypeError, ContractError: it is none of these, or names no tool.
     """
+    if isinstance(choice, Mapping) and "names" in choice:
+        named = tuple(tool for tool in tools if tool.name in choice["names"])
+        return chosen_tools(named, choice.get("mode", "auto"))
     if choice == "none":
         return (), False
     if choice == "auto":

@@ -42,7 +42,7 @@ class DeepSeek31(Syntax):
         return f"{call}{more} {rules.mark(_ALL_END)}"
 
     def _one(self, rules: Rules, asked: Asked) -> list[str]:
-        return [f"{literal(tool.name)} {rules.mark(_NAME)} {rules.json(tool.parameters)}" for tool in asked.tools]
+        return [f"{literal(tool.name)} {rules.mark(_NAME)} {rules.arguments(tool)}" for tool in asked.tools]
 
     def read_call(self, text: Incoming, out: Outgoing) -> Step[bool]:
         found = False
@@ -88,4 +88,4 @@ class DeepSeek3(DeepSeek31):
 
     def _one(self, rules: Rules, asked: Asked) -> list[str]:
         kind = f'"function" {rules.mark(_NAME)}'
-        return [f"{kind} {literal(tool.name + self._BEFORE)} {rules.json(tool.parameters)}" for tool in asked.tools]
+        return [f"{kind} {literal(tool.name + self._BEFORE)} {rules.arguments(tool)}" for tool in asked.tools]

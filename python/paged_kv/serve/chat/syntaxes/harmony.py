@@ -36,7 +36,7 @@ class Harmony(Syntax):
         thoughts = rules.any(f"{channel} {literal(name)} {message} {rules.until(_END)}" for name in before)
         last = []
         for tool in asked.tools:
-            to, arguments = f" to=functions.{tool.name}", rules.json(tool.parameters)
+            to, arguments = f" to=functions.{tool.name}", rules.arguments(tool)
             last.append(f"{channel} {literal('commentary' + to)} {constrain} {message} {arguments}")
             last.append(f'{literal(to)} {channel} "commentary" {constrain} {message} {arguments}')
         if not asked.is_required:

@@ -15,7 +15,7 @@ _ARGUMENTS = ("arguments", "parameters")
 def call_rule(rules: Rules, asked: Asked, arguments: str = "arguments") -> str:
     """The rule of one call: `{"name": ..., "arguments": {...}}`."""
     return rules.any(
-        f"{literal(head(tool.name, arguments))} {rules.json(tool.parameters)} {literal('}')}" for tool in asked.tools
+        f"{literal(head(tool.name, arguments))} {rules.arguments(tool)} {literal('}')}" for tool in asked.tools
     )
 
 

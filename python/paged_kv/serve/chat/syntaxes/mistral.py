@@ -51,8 +51,7 @@ class Mistral(MistralList):
     def calls(self, rules: Rules, asked: Asked) -> str:
         given = f" {rules.mark(_ID)} /[A-Za-z0-9]{{9}}/" if _ID in self.template else ""
         call = rules.any(
-            f"{literal(tool.name)}{given} {rules.mark(_ARGUMENTS)} {rules.json(tool.parameters)}"
-            for tool in asked.tools
+            f"{literal(tool.name)}{given} {rules.mark(_ARGUMENTS)} {rules.arguments(tool)}" for tool in asked.tools
         )
         return call + (f" ({rules.mark(self.OPENING)} {call})*" if asked.is_parallel else "")
 

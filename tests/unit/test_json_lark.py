@@ -1,0 +1,92 @@
+"""Grammars of texts as grammars of their JSON."""
+
+import json
+from functools import cache
+
+import pytest
+import tokenizers
+
+from paged_kv.checkpoint.source import open_source
+from paged_kv.engine.demo_model import FOLDER
+from paged_kv.serve.chat import ChatFormat, in_json
+from paged_kv.serve.chat.syntaxes import Call
+from paged_kv.serve.fields import Fields
+from paged_kv.serve.ignored import Ignored, UnknownParts
+from paged_kv.serve.openai_responses import read_response
+from paged_kv.serve.served_model import ServedModel
+from paged_kv.structured_output import Grammar, StructureCompiler
+from support.chats import TEMPLATES
+from support.tool_chats import HERMES
+
+
+@cache
+def compiler():
+    """A compiler for a vocabulary of bytes."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({each: at for at, each in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    return StructureCompiler(tokenizer)
+
+
+def accepts(lark, text):
+    return compiler().accepts(Grammar(lark), text)
+
+
+LINES = """
+start: head (line | "@@" LF)* "*** End {" LF? // a patch
+head: "*** Begin" LF
+line: ("+" | "-") /(.*)/ LF -> line
+%import common.LF
+"""
+LETTERS = 'start: A "k"i ("é" | "\\n") B?\nA: /x{2,3}|\\/y/\nB: /./s'
+
+
+@pytest.mark.parametrize(
+    ("lark", "texts", "others"),
+    [
+        (
+            LINES,
+            ["*** Begin\n*** End {", '*** Begin\n+say("é\\n")\t\n@@\n-\n*** End {\n'],
+            ["*** Begin\n", "*** Begin\n+x*** End {", "*** Begin\n x\n*** End {", '"'],
+        ),
+        ("start: /[^\\s'x]+/", ['a"\\', "é/"], ["", "a b", "x", "\n", "'"]),
+        (LETTERS, ["xxKé", "/yk\n", "xxxké\n", 'xxké"'], ["xké", "/yk\n12"]),
+        ("start: WS_INLINE INT\n%import common.WS_INLINE\n%import common.INT", [" \t07"], ["7", "\n7"]),
+        ("start: /(?:[A-C\\d_]|\\u00df)*/i", ["", "aB3_ß"], ["d", '"']),
+    ],
+)
+def test_a_grammar_of_texts_is_one_of_their_json(lark, texts, others):
+    inside = in_json(lark)
+    for text in (*texts, *others):
+        written = json.dumps(text, ensure_ascii=False)[1:-1]
+        assert accepts(lark, text) == accepts(inside, written) == (text in texts), text
+        assert written == text or not accepts(inside, text)  # as it is, it would end the string
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        *("%ignore WS", "%json {}", "%import x.Y", "A: ~/x/", "A: /(?=x)/", "A: /x/u"),
+        *('A: "a".."z"', "A: <eos>", 'A: "\\n"i'),
+    ],
+)
+def test_a_grammar_that_is_not_written_is_told_to_the_model_alone(part):
+    lark = f'start: "a"\n{part}\n'
+    assert in_json(lark) is None
+    ignored = Ignored(UnknownParts())
+    form = {"type": "grammar", "syntax": "lark", "definition": lark}
+    tools = [{"type": "custom", "name": "f", "format": form}]
+    model = ServedModel(open_source(FOLDER), "demo", 4096, HERMES)
+    read_response(Fields({"input": "x", "tools": tools}, ignored=ignored), model)
+    assert ignored.paths == ["tools[0].format.definition"]
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in ("qwen-coder", "gemma", "function-gemma")])
+def test_calls_that_are_json_are_held_to_a_grammar(name):
+    chat, parameters = ChatFormat({"default": TEMPLATES[name]}, {}), {"properties": {"input": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "patch", "parameters": parameters}}]
+    structure = chat.structure(tools, "required", False, None, "[assistant]", {"patch": in_json(LINES)})
+    for text, is_right in (('*** Begin\n+"\n*** End {', True), ("*** Begin\n", False), ("x", False)):
+        written = chat.syntax.write([Call("patch", {"input": text}, "abcdefghi")])
+        assert compiler().accepts(structure, written) == is_right
