@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,17 +22,24 @@ from paged_kv.serve.address import listening_sockets
 from paged_kv.serve.application import application
 from paged_kv.serve.backend import Job, Piece
 from paged_kv.serve.connections import GuardedServer
+from paged_kv.serve.ignored import HEADER
 from paged_kv.serve.local import LocalBackend
 from paged_kv.serve.metrics import Metrics
 from paged_kv.serve.middleware import Rules
 from paged_kv.serve.served_model import ServedModel
 from support.fake_model import FakeModel
-from support.tool_chats import HERMES
+from support.tool_chats import THINKING
 
 CONTEXT = 1 << 17
 """The most tokens of a request: agents send thousands, more in the demo's vocabulary."""
 NUM_PAGES = 1 << 14
+Text = str | Callable[[str], str]
 START_SECONDS = 30  # that only a hang exceeds
+
+
+def call(name: str, **arguments: Any) -> str:
+    """A call as the model writes it."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
 
 
 class ScriptedModel(FakeModel):
@@ -60,7 +68,7 @@ class ScriptedModel(FakeModel):
     ) -> np.ndarray:
         assert counts is states is window_pages is None
         logits = np.zeros((len(tokens), self.config.vocab_size), np.float32)
-        for row, (new, cached, mine) in enumerate(zip(tokens, cache_lengths, pages, strict=True)):
+        for row, (new, cached, mine) in enumerate(zip(tokens, cache_lengths, pages)):
             for position, token in enumerate(new, cached):
                 self.storage[mine[position // self.page_size], position % self.page_size] = token
             past = self.storage[list(mine)].ravel()[: cached + len(new)]
@@ -71,7 +79,9 @@ class ScriptedModel(FakeModel):
         """The token after others; any where they are a part of a prompt."""
         for prompt, answer in reversed(self.answers):
             if len(prompt) <= len(past) and np.array_equal(past[: len(prompt)], prompt):
-                return answer[len(past) - len(prompt)]
+                said = past[len(prompt) :]
+                assert np.array_equal(said, answer[: len(said)]), "the request does not allow what the script says"
+                return answer[len(said)]
         return 0
 
 
@@ -81,45 +91,48 @@ class Exchanged:
 
     path: str
     body: bytes
-    headers: dict[str, str]
     status: int = 0
-    reply_headers: dict[str, str] = field(default_factory=dict)
-    reply: bytes = b""
+    ignored: str = ""
+    """The header of the answer."""
 
 
 class ScriptedServer(LocalBackend):
     """A backend and an application that note all that is asked.
 
     Args:
-        answer: Makes the text after a prompt.
-        template: The model's chat template.
+        script: Texts of the answers in their order, or what makes one from its prompt.
+        name: The model's name.
     """
 
-    def __init__(self, answer: Callable[[str], str], template: str = HERMES) -> None:
+    def __init__(self, script: Iterable[Text], name: str = "demo") -> None:
         self.model = ScriptedModel()
         source = replace(open_source(FOLDER), config=replace(self.model.config))
-        self.served = ServedModel(source, "demo", CONTEXT, template)
+        self.served = ServedModel(source, name, CONTEXT, THINKING)
         super().__init__(Engine(self.model, self.served.tokenizer, max_step_tokens=1 << 15), 100)
-        self.answer = answer
+        self._script = iter(script)
         self.jobs: list[Job] = []
         self.exchanges: list[Exchanged] = []
-        self._app: Starlette = application(self.served, self, Metrics("demo", self))
+        self._app: Starlette = application(self.served, self, Metrics(name, self))
 
     async def start(self, job: Job) -> AsyncGenerator[list[Piece], None]:
         """The pieces of the text that the script has for a job."""
         self.jobs.append(job)
-        text = self.answer(self.served.tokenizer.decode(list(job.tokens), skip_special_tokens=False))
+        text = next(self._script)
+        text = text if isinstance(text, str) else text(self.prompt(job))
         tokens = self.served.tokenizer.encode(text, is_template=True)
         self.model.answers.append((np.array(job.tokens), [*tokens, *self.model.config.eos_token_ids]))
         async with contextlib.aclosing(super().start(job)) as batches:
             async for batch in batches:
                 yield batch
 
+    def prompt(self, job: Job) -> str:
+        """The text that a job goes on with."""
+        return self.served.tokenizer.decode(list(job.tokens), skip_special_tokens=False)
+
     async def app(self, scope: Any, receive: Any, send: Any) -> None:
         """The ASGI application."""
         message = await receive()
-        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
-        exchange = Exchanged(scope["path"], message["body"], headers)
+        exchange = Exchanged(scope["path"], message["body"])
         self.exchanges.append(exchange)
         messages = iter([message])
 
@@ -129,8 +142,7 @@ class ScriptedServer(LocalBackend):
         async def write(event: Any) -> None:
             if event["type"] == "http.response.start":
                 exchange.status = event["status"]
-                exchange.reply_headers = {name.decode(): value.decode() for name, value in event["headers"]}
-            exchange.reply += event.get("body", b"")
+                exchange.ignored = dict(event["headers"]).get(HEADER.encode(), b"").decode()
             await send(event)
 
         await self._app(scope, read, write)
