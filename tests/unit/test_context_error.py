@@ -9,8 +9,8 @@ from support.tool_chats import HERMES, scripted_without_compiler
 
 LENGTH = 64
 LITELLM = ("this model's maximum context length is", "prompt is too long")
-"""What litellm 1.110 (`ExceptionCheckers.is_error_str_context_window_exceeded`) looks for in the lower case of an error
-of OpenAI's routes, and of Anthropic's."""
+"""Texts that litellm 1.110 (`ExceptionCheckers.is_error_str_context_window_exceeded`) looks for in the lower case of an
+error of OpenAI's routes, and of Anthropic's."""
 SAID = [{"role": "user", "content": "word " * LENGTH}]
 LONG = [{"role": "user", "content": "word " * 16 * LENGTH}]
 

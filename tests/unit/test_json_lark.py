@@ -8,7 +8,8 @@ import tokenizers
 
 from paged_kv.checkpoint.source import open_source
 from paged_kv.engine.demo_model import FOLDER
-from paged_kv.serve.chat import ChatFormat, in_json
+from paged_kv.serve.chat import ChatFormat
+from paged_kv.serve.chat.json_lark import in_json
 from paged_kv.serve.chat.syntaxes import Call
 from paged_kv.serve.fields import Fields
 from paged_kv.serve.ignored import Ignored, UnknownParts

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paged_kv.arguments import printable, shown
-from paged_kv.serve.chat import CallArguments, CallStart, Delta, in_json
+from paged_kv.serve.chat import CallArguments, CallStart, Delta
+from paged_kv.serve.chat.json_lark import in_json
 from paged_kv.serve.fields import Fields
 
 INPUT = "input"

@@ -13,13 +13,13 @@ _MOST_LOGGED = 1024
 """Different messages that are logged: clients choose the names in them."""
 _MOST_PATHS = 64
 _MOST_CHARACTERS = 1024
-"""Of the header."""
+"""The longest header."""
 _INDEX = re.compile(r"\[\d+\]")
 _ODD = re.compile(r"[^A-Za-z0-9_.\[\]$@/:-]")
 
 
 class UnknownParts:
-    """What a server does with parts of requests that it does not know. Each kind is logged once.
+    """A server's policy for parts of requests that it does not know. Each kind is logged once.
 
     Args:
         strict: Whether they are refused.

@@ -30,7 +30,7 @@ _REFUSED = (
 )
 """Fields without which the answer would be another one than a client relies on."""
 _OTHERS: dict[str, OtherParts] = {"tool": "name", "assistant": "drop"}
-"""What becomes of parts that are no texts; in other messages they are refused."""
+"""The fate of parts that are no texts; in other messages they are refused."""
 
 
 def read_chat(body: Fields, model: ServedModel) -> Exchange:

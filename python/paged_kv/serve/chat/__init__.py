@@ -8,6 +8,5 @@ from __future__ import annotations
 
 from paged_kv.serve.chat.deltas import CallArguments, CallStart, Content, Delta, Reasoning
 from paged_kv.serve.chat.format import ChatFormat, MessageParser
-from paged_kv.serve.chat.json_lark import in_json
 
-__all__ = ["CallArguments", "CallStart", "ChatFormat", "Content", "Delta", "MessageParser", "Reasoning", "in_json"]
+__all__ = ["CallArguments", "CallStart", "ChatFormat", "Content", "Delta", "MessageParser", "Reasoning"]
