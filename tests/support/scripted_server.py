@@ -68,7 +68,7 @@ class ScriptedModel(FakeModel):
     ) -> np.ndarray:
         assert counts is states is window_pages is None
         logits = np.zeros((len(tokens), self.config.vocab_size), np.float32)
-        for row, (new, cached, mine) in enumerate(zip(tokens, cache_lengths, pages)):
+        for row, (new, cached, mine) in enumerate(zip(tokens, cache_lengths, pages, strict=True)):
             for position, token in enumerate(new, cached):
                 self.storage[mine[position // self.page_size], position % self.page_size] = token
             past = self.storage[list(mine)].ravel()[: cached + len(new)]
@@ -102,12 +102,13 @@ class ScriptedServer(LocalBackend):
     Args:
         script: Texts of the answers in their order, or what makes one from its prompt.
         name: The model's name.
+        template: Its chat template.
     """
 
-    def __init__(self, script: Iterable[Text], name: str = "demo") -> None:
+    def __init__(self, script: Iterable[Text], name: str = "demo", template: str = THINKING) -> None:
         self.model = ScriptedModel()
         source = replace(open_source(FOLDER), config=replace(self.model.config))
-        self.served = ServedModel(source, name, CONTEXT, THINKING)
+        self.served = ServedModel(source, name, CONTEXT, template)
         super().__init__(Engine(self.model, self.served.tokenizer, max_step_tokens=1 << 15), 100)
         self._script = iter(script)
         self.jobs: list[Job] = []
@@ -131,6 +132,9 @@ class ScriptedServer(LocalBackend):
 
     async def app(self, scope: Any, receive: Any, send: Any) -> None:
         """The ASGI application."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
         message = await receive()
         exchange = Exchanged(scope["path"], message["body"])
         self.exchanges.append(exchange)
