@@ -52,7 +52,7 @@ TURNS = {
     "Write other letters": ([run("printf 'ü 学 \\\\ \"' > letters; cat letters")], 'ü 学 \\ "'),
     "Only talk": ([], "Goodbye."),
 }
-"""What is asked, what the model calls, and what it says at last."""
+"""Calls of the model and its last words, by what the user asks."""
 OUTPUTS = ["one", "one\ntwo", "2 alpha", "exited with code 3", "heard seven", "nobody", "image omitted", 'ü 学 \\ "']
 """The model is told of these in this order."""
 PICTURE = bytes.fromhex(

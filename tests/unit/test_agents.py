@@ -134,7 +134,7 @@ READERS = {
 
 
 def blocks_of_text(text):
-    """What the answer to a client must be, by the model's text."""
+    """The blocks of the answer that clients must read, by the model's text."""
     blocks = []
     if text.startswith("<think>"):
         thought, text = text.removeprefix("<think>").split("</think>")
