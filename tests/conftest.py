@@ -11,6 +11,7 @@ TESTS = Path(__file__).parent
 
 FOLDERS = {
     "unit": "needs no compiler",
+    "agents": "coding agents themselves; needs what npm installs",
     "ops": "each op against the oracle",
     "api": "the array API against the oracle",
     "engine": "models from a checkpoint to text, and the command",

@@ -29,6 +29,7 @@ NOT_RUN = {
     "needs MAX Serve; tests/max_serve runs it": 1,
     "needs Ray; tests/ray runs examples/ray_serve": 2,
     "needs a GPU": 3,
+    "needs a coding agent": 2,
     "needs a cross compiler and QEMU": 1,
     "needs vLLM; tests/vllm runs it": 1,
     "serves until it is stopped": 1,
