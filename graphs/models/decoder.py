@@ -373,9 +373,7 @@ def build_step(
     types += state_input_types(state_shapes(config, "slots"), device).flatten()
     types.append(TensorType(DType.int32, ["N"], device))
     extensions = [] if library else [kernels()]
-    with Graph(
-        name, input_types=types, custom_extensions=extensions, kernel_library=library, module=module
-    ) as graph:
+    with Graph(name, input_types=types, custom_extensions=extensions, kernel_library=library, module=module) as graph:
         parameters = Parameters.of(graph, config, dtype, device, weight_prefix)
         count = len(inputs.flatten())
         step, (*values, wanted) = graph_inputs(graph.inputs[:count]), graph.inputs[count:]

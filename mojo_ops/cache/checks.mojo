@@ -5,6 +5,7 @@ Every message names the argument, the request and the value.
 
 from std.utils import IndexList
 
+from .pointers import RowPointer
 from .strides import PageStrides
 
 
@@ -46,3 +47,12 @@ def check_view(what: StaticString, shape: IndexList[4], strides: PageStrides, si
 def check_equal(what: StaticString, found: Int, expected: Int) raises:
     if found != expected:
         raise Error(what, " is ", found, ", expected ", expected)
+
+
+@no_inline
+def check_rows(rows: RowPointer, count: Int, available: Int) raises:
+    """Rows `[count]` that are taken from a matrix x are some of its `available`."""
+    for i in range(count):
+        var row = Int(rows[unsafe_offset=i])
+        if row < 0 or row >= available:
+            raise Error("rows: entry ", i, " is ", row, ", x has ", available, " rows")

@@ -4,10 +4,9 @@ One library of a dtype serves every shape, so what an op of a graph has as a par
 checked when the graph was built; what depends on values is checked here.
 """
 
+from ..cache.checks import check_rows
 from ..cache.pointers import constant_at, memory_at
 from ..isa.threads import Workers
-from ..transfer.checks import check_offsets
-from ..transfer.ragged_rows import fill_ragged_rows
 from .elementwise import GELU_TANH, NONE, RELU, SIGMOID, SILU, add_scaled, gate_rows, gate_units, narrow_all, widen_all
 from .experts import ExpertChoice, GatedHalves, WeightedSum
 from .hadamard import HadamardRows
@@ -16,7 +15,7 @@ from .rms_norm import RmsNorm
 from .rotary_tables import RotaryTables
 from .rotate import RotaryRows
 from .step_rows import fill_lengths_and_last_rows
-from .take_rows import ColumnSelection, RowSelection, check_selection
+from .take_rows import ColumnSelection, RowSelection
 
 comptime CONVERTED = (DType.bfloat16, DType.float16, DType.int32)
 """Dtypes that become float32, and the first two the other way."""
@@ -45,7 +44,7 @@ struct TakeRowsCall(TrivialRegisterPassable):
             self.count,
             self.row_bytes,
         )
-        check_selection(selection, self.available)
+        check_rows(selection.rows, self.count, self.available)
         selection.copy(self.workers)
 
 
@@ -280,31 +279,6 @@ struct StepRowsCall(TrivialRegisterPassable):
             constant_at[DType.int32](self.positions),
             self.rows,
             constant_at[DType.uint32](self.row_offsets),
-            self.batch,
-        )
-
-
-@fieldwise_init
-struct RaggedRowsCall(TrivialRegisterPassable):
-    """`fill_ragged_rows`."""
-
-    var batch_indices: Int
-    var positions: Int
-    var rows: Int
-    var row_offsets: Int
-    var cache_lengths: Int
-    var batch: Int
-    var workers: Workers
-
-    def run(self) raises:
-        var offsets = constant_at[DType.uint32](self.row_offsets)
-        check_offsets(offsets, self.batch, self.rows)
-        fill_ragged_rows(
-            memory_at[DType.int32](self.batch_indices),
-            memory_at[DType.int32](self.positions),
-            self.rows,
-            offsets,
-            constant_at[DType.uint32](self.cache_lengths),
             self.batch,
         )
 

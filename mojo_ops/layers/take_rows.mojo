@@ -55,12 +55,3 @@ struct ColumnSelection(TrivialRegisterPassable):
                 unsafe_memcpy(dest=self.y.unsafe_offset(i * self.each), src=source, count=self.each)
 
         for_rows(task, self.rows, self.groups * self.each, workers)
-
-
-@no_inline
-def check_selection(selection: RowSelection, available: Int) raises:
-    """Refuses a row that is none of x's."""
-    for i in range(selection.count):
-        var row = Int(selection.rows[unsafe_offset=i])
-        if row < 0 or row >= available:
-            raise Error("rows: entry ", i, " is ", row, ", x has ", available, " rows")

@@ -1,11 +1,11 @@
 """Linear layers as numbers: what an op hands to a library of kernels, and a program that calls one by itself."""
 
+from ..cache.checks import check_rows
 from ..cache.pointers import constant_at, memory_at, untracked
 from ..isa.threads import Workers
 from .dispatch import linear
 from .experts import check_experts, linear_experts
 from .member import LinearMember
-from ..layers.take_rows import RowSelection, check_selection
 from .quantised.encodings import ENCODINGS
 from .quantised.product import QuantisedMember, linear_quantised, linear_quantised_experts
 from .quantised.rows import QuantisedRows
@@ -128,10 +128,8 @@ struct QuantisedRowsCall(TrivialRegisterPassable):
         """Computes them on the CPU; `mask` has the bit of the encoding."""
         var bytes = memory_at[DType.uint8](self.w)
         var rows = constant_at[DType.int32](self.rows)
-        check_selection(RowSelection(bytes, bytes, rows, self.count, self.row_bytes), self.available)
-        var chosen = QuantisedRows(
-            memory_at[DType.float32](self.y), bytes, rows, self.count, self.k, self.row_bytes
-        )
+        check_rows(rows, self.count, self.available)
+        var chosen = QuantisedRows(memory_at[DType.float32](self.y), bytes, rows, self.count, self.k, self.row_bytes)
         comptime for i in range(ENCODINGS.length):
             comptime if mask >> i & 1 == 1:
                 chosen.unpack[ENCODINGS[i]](self.workers)

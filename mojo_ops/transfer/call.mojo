@@ -1,4 +1,4 @@
-"""Appends and gathers as numbers: what an op hands to a library of kernels, and a program that calls one by itself."""
+"""Appends, gathers and the rows of tokens as numbers: what an op hands to a library of kernels, and a program that calls one by itself."""
 
 from std.utils import IndexList
 
@@ -7,8 +7,9 @@ from ..cache.pointers import constant_at, memory_at
 from ..isa.codes import is_codes
 from ..isa.threads import Workers
 from .append import AppendRows, append_rows
-from .checks import check_append, check_gather
+from .checks import check_append, check_gather, check_offsets
 from .gather import gather_rows
+from .ragged_rows import fill_ragged_rows
 
 
 @fieldwise_init
@@ -76,4 +77,29 @@ struct GatherCall(TrivialRegisterPassable):
             indptr,
             pair.table.batch,
             self.workers,
+        )
+
+
+@fieldwise_init
+struct RaggedRowsCall(TrivialRegisterPassable):
+    """`fill_ragged_rows`."""
+
+    var batch_indices: Int
+    var positions: Int
+    var rows: Int
+    var row_offsets: Int
+    var cache_lengths: Int
+    var batch: Int
+    var workers: Workers
+
+    def run(self) raises:
+        var offsets = constant_at[DType.uint32](self.row_offsets)
+        check_offsets(offsets, self.batch, self.rows)
+        fill_ragged_rows(
+            memory_at[DType.int32](self.batch_indices),
+            memory_at[DType.int32](self.positions),
+            self.rows,
+            offsets,
+            constant_at[DType.uint32](self.cache_lengths),
+            self.batch,
         )

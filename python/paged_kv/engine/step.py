@@ -71,8 +71,8 @@ class StepGraph:
             ToolchainError: as `libraries.load`.
         """
         module = Module()
-        kind = {"kv_format": self.kv_format, "library": KernelsInLibraries()}
-        decoder.build_step(self.geometry, self.dtype, module, DeviceRef.CPU(), **kind)
+        library = KernelsInLibraries()
+        decoder.build_step(self.geometry, self.dtype, module, kv_format=self.kv_format, library=library)
         graph = read_graph(module, buffers)
         return Program(graph, {name: to_numpy(weights[name]) for name in graph.weights}, buffers)
 

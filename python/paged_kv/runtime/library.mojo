@@ -326,7 +326,7 @@ def step_rows(call: Int) abi("C") -> Int:
 
 # Kernel ragged_rows
 from mojo_ops.isa.library_call import message_of
-from mojo_ops.layers.call import RaggedRowsCall
+from mojo_ops.transfer.call import RaggedRowsCall
 
 
 @export("paged_kv_ragged_rows")

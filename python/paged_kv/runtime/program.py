@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -40,6 +40,11 @@ class Slot:
         """Return whether its size grows with the same symbol."""
         return self.size.symbol == size.symbol
 
+    def take(self, size: Word) -> None:
+        """Grows it to hold a value of this size too."""
+        larger = (max(*each) for each in zip(self.size[:2], size[:2], strict=True))
+        self.size = Word(*larger, size.symbol)
+
 
 class Program:
     """The calls of one graph, bound to its weights and buffers.
@@ -54,9 +59,7 @@ class Program:
         ToolchainError: as `libraries.load`.
     """
 
-    def __init__(
-        self, graph: ReadGraph, weights: Mapping[str, Array], buffers: Sequence[Array | None]
-    ) -> None:
+    def __init__(self, graph: ReadGraph, weights: Mapping[str, Array], buffers: Sequence[Array | None]) -> None:
         self._lock = Lock()
         self._inputs = [value for value, buffer in zip(graph.inputs, buffers, strict=True) if buffer is None]
         self._outputs = graph.outputs
@@ -212,7 +215,7 @@ def place(graph: ReadGraph) -> list[Slot]:
             if slot is None:
                 slot = Slot(f"slot {len(slots)}")
                 slots.append(slot)
-            slot.size = Word(max(slot.size.constant, size.constant), max(slot.size.coefficient, size.coefficient), size.symbol)
+            slot.take(size)
             slot.free_after = last[id(value)]
             value.at = Word(0, 1, slot.name)
     return slots

@@ -71,9 +71,7 @@ def calls_of(op: Operation, layers: Layers) -> list[Call]:
 def _take_rows(op: Operation, layers: Layers) -> Call:
     (y,), (x, rows) = op.results, op.operands
     row_bytes = product(x.shape[1:]).times(x.dtype.size_in_bytes)
-    return Call(
-        layers.kernel("take_rows"), [y.address, x.address, rows.address, rows.shape[0], row_bytes, x.shape[0]]
-    )
+    return Call(layers.kernel("take_rows"), [y.address, x.address, rows.address, rows.shape[0], row_bytes, x.shape[0]])
 
 
 def _gather(op: Operation, layers: Layers) -> Call:
@@ -91,9 +89,7 @@ def _take_columns(op: Operation, layers: Layers) -> Call:
     groups, first = map(int, place.data)
     size = x.dtype.size_in_bytes
     sizes = [x.static(1) // groups * size, first * size, y.static(1) // groups * size]
-    return Call(
-        layers.kernel("take_columns"), [y.address, x.address, x.shape[0], Word(groups), *map(Word, sizes)]
-    )
+    return Call(layers.kernel("take_columns"), [y.address, x.address, x.shape[0], Word(groups), *map(Word, sizes)])
 
 
 def _rms_norm(op: Operation, layers: Layers) -> Call:
@@ -125,9 +121,7 @@ def _rotary_tables(op: Operation, layers: Layers) -> Call:
 
 def _add_scaled(op: Operation, layers: Layers) -> Call:
     (total,), (x, y, numbers) = op.results, op.operands
-    return Call(
-        layers.kernel("add_scaled", x.dtype), [total.address, x.address, y.address, x.size, numbers.address]
-    )
+    return Call(layers.kernel("add_scaled", x.dtype), [total.address, x.address, y.address, x.size, numbers.address])
 
 
 def _gate_units(op: Operation, layers: Layers) -> Call:
@@ -148,9 +142,7 @@ def _convert(op: Operation, layers: Layers) -> Call:
 def _step_rows(op: Operation, layers: Layers) -> Call:
     (lengths, last), (positions, row_offsets) = op.results, op.operands
     addresses = [lengths.address, last.address, positions.address]
-    return Call(
-        layers.kernel("step_rows"), [*addresses, lengths.shape[0], row_offsets.address, last.shape[0]]
-    )
+    return Call(layers.kernel("step_rows"), [*addresses, lengths.shape[0], row_offsets.address, last.shape[0]])
 
 
 def _ragged_rows(op: Operation, layers: Layers) -> Call:
@@ -202,17 +194,13 @@ def _quantised_linear(op: Operation, _: Layers) -> Call:
     members: list[Word] = []
     for y, w, encoding in zip(op.results, weights, encodings, strict=True):
         members += [y.address, w.address, *w.shape, Word(encoding)]
-    return Call(
-        Kernel("quantised_linear", (x.dtype.name,), mask), [Word(len(weights)), x.address, *x.shape], members
-    )
+    return Call(Kernel("quantised_linear", (x.dtype.name,), mask), [Word(len(weights)), x.address, *x.shape], members)
 
 
 def _quantised_rows(op: Operation, _: Layers) -> Call:
     (y,), (w, rows) = op.results, op.operands
     kernel = Kernel("quantised_rows", ("float32",), 1 << int(op.parameters["encoding"]))
-    return Call(
-        kernel, [y.address, w.address, rows.address, *y.shape, w.shape[1], w.shape[0]]
-    )
+    return Call(kernel, [y.address, w.address, rows.address, *y.shape, w.shape[1], w.shape[0]])
 
 
 def _encodings(op: Operation, count: int) -> list[int]:
@@ -250,9 +238,7 @@ def _choose_experts(op: Operation, layers: Layers) -> Call:
 def _gate_halves(op: Operation, layers: Layers) -> Call:
     (y,), (x, numbers) = op.results, op.operands
     clamped = Word(int(op.parameters["activation"] == "clamped"))
-    return Call(
-        layers.kernel("gate_halves", x.dtype), [y.address, x.address, *y.shape, numbers.address, clamped]
-    )
+    return Call(layers.kernel("gate_halves", x.dtype), [y.address, x.address, *y.shape, numbers.address, clamped])
 
 
 def _weighted_sum(op: Operation, layers: Layers) -> Call:
