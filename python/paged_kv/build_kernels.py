@@ -1,4 +1,4 @@
-"""`python -m paged_kv.build_kernels`: libraries of kernels and the demo's step, compiled ahead for most CPUs."""
+"""`python -m paged_kv.build_kernels`: libraries of kernels, compiled ahead for most CPUs."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ from paged_kv.errors import PagedKVError
 from paged_kv.output import say
 
 if TYPE_CHECKING:  # MAX takes a third of a second to import: not for `--help`
-    from paged_kv.runtime.kernel_build import Bundle
-
-DEMO_STEP = "demo_step"
+    from paged_kv.runtime.libraries import Library
 
 
-def kernel_bundles() -> dict[str, Bundle]:
+def kernel_bundles() -> dict[str, Library]:
     """All that a wheel of kernels holds, by the name of the file."""
-    from paged_kv.engine.step import demo_bundle
     from paged_kv.runtime.libraries import api_libraries
 
-    return {**{library.file: library for library in api_libraries()}, DEMO_STEP: demo_bundle()}
+    return {library.file: library for library in api_libraries()}
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -30,9 +27,9 @@ def kernel_bundles() -> dict[str, Bundle]:
 )
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Gets a folder for each target.")
 @click.option("--jobs", type=click.IntRange(1), help="Compiles at a time, 1.5 GB each. Default: one a core.")
-@click.option("--bundles", help="Only these files, with commas: pages_float32_float32, demo_step, ...")
+@click.option("--bundles", help="Only these files, with commas: pages_float32_float32, layers_float32, ...")
 def build_kernels(targets: str | None, out: Path, jobs: int | None, bundles: str | None) -> None:
-    """Compile every variant of the libraries of kernels and the demo's step ahead, for CPUs that need not be here.
+    """Compile every library of kernels of the API ahead, for CPUs that need not be here.
 
     What lies in --out and is whole is not compiled again, so the command may be stopped and run again. An installation
     finds them in the package's folder `kernels`; .ci/wheels.py makes wheels of them.

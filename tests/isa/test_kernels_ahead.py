@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from paged_kv.build_kernels import DEMO_STEP, kernel_bundles
+from paged_kv.build_kernels import kernel_bundles
 from paged_kv.cli import _run
 from paged_kv.runtime.cpu_target import CpuInfo, choose_cpu_target
 from paged_kv.runtime.installed import read_compressed
@@ -36,7 +36,7 @@ def kernels(tmp_path_factory):
     """Built where there is no C compiler. One of bfloat16 for a CPU with AMX makes all calls of C that there are."""
     folder = tmp_path_factory.mktemp("kernels")
     wanted = {
-        LOWER: ["merge_float32", "pages_float32_float32", DEMO_STEP],
+        LOWER: ["merge_float32", "pages_float32_float32", "layers_float32"],
         FOREIGN: ["merge_float32", "masked_attention_bfloat16_bfloat16_bfloat16"],
     }
     with pytest.MonkeyPatch.context() as patch:
@@ -70,16 +70,17 @@ def test_a_first_call_takes_what_came_along(kernels, tmp_path):
 
 
 @pytest.mark.skipif(not can_run(LOWER), reason=f"the CPU cannot run {LOWER}")
-def test_the_demo_takes_the_step_that_came_along(kernels, tmp_path, capsys):
+def test_the_demo_takes_what_came_along(kernels, tmp_path, capsys):
     text, messages = kernels_ahead.run(kernels_ahead.DEMO, kernels, tmp_path)
     assert "compiling" not in messages
-    assert {path.parent.name for path in tmp_path.rglob("*") if path.is_file()} == {"loaded"}  # the library, unpacked
+    assert "building" not in messages
+    assert {path.parent.name for path in tmp_path.rglob("*") if path.is_file()} == {"loaded"}  # the libraries, unpacked
     assert _run(["demo"]) == 0
     assert capsys.readouterr().out == text
 
 
 def test_no_path_of_this_machine_is_in_the_code(kernels):
-    for path in (*kernels.glob("*/merge_float32.library.xz"), kernels / LOWER / f"{DEMO_STEP}.graph.xz"):
+    for path in (*kernels.glob("*/merge_float32.library.xz"), kernels / LOWER / "layers_float32.library.xz"):
         content = read_compressed(path).content
         for place in (str(kernels), sys.prefix, os.getcwd(), os.path.expanduser("~/")):
             assert place.encode() not in content

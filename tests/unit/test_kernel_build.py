@@ -53,15 +53,12 @@ def test_every_bundle_of_every_target_is_compiled_and_found(tmp_path, compiles):
 
 
 def test_another_process_gets_the_whole_piece():
-    """By pickle: a name would not tell it the demo's step."""
+    """By pickle."""
     sources = Sources.installed()
     for name, bundle in BUNDLES.items():
         piece = KernelFile(Path("folder"), "haswell", name, bundle)
         sent = pickle.loads(pickle.dumps(piece))
         assert (sent.path, sent.digests(sources)) == (piece.path, piece.digests(sources))
-    assert sent.bundle.weights().keys() == bundle.weights().keys()
-    build_there, build_here = sent.bundle.build, bundle.build
-    assert (build_there.func, build_there.args) == (build_here.func, build_here.args)
 
 
 def test_no_compile_sees_the_cache_of_another(tmp_path, monkeypatch):

@@ -124,7 +124,7 @@ def test_provenance_says_what_the_kernels_are_made_of(wheels, kernels, monkeypat
     ("bundle", "damage", "said"),
     [
         ("merge_float32", lambda path: path.unlink(), "is missing, damaged or of other sources"),
-        ("demo_step", lambda path: path.unlink(), "is missing, damaged or of other sources"),
+        ("layers_float32", lambda path: path.unlink(), "is missing, damaged or of other sources"),
         (
             "merge_float32",
             lambda path: path.write_bytes(path.read_bytes()[:-1]),

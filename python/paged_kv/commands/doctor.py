@@ -12,7 +12,7 @@ from paged_kv.errors import ContractError
 from paged_kv.options import check_head_dim
 
 if TYPE_CHECKING:  # MAX takes a third of a second to import: not for `--help`
-    from paged_kv.runtime.compile_key import CompileKey
+    from paged_kv.runtime.libraries import Library
 
 
 @click.command()
@@ -41,9 +41,8 @@ def doctor(compiled: bool, explain: bool, arch: str | None, head_dim: int, group
     return report.exit_status
 
 
-def _steps() -> dict[str, CompileKey]:
-    """Return what the step of each model in the package depends on, by the command that runs it."""
-    from paged_kv.engine.step import demo_bundle
+def _steps() -> dict[str, list[Library]]:
+    """Return the libraries that the step of each model in the package calls, by the command that runs it."""
+    from paged_kv.engine.step import demo_libraries
 
-    (key,) = demo_bundle().keys.values()
-    return {"demo": key}
+    return {"demo": demo_libraries()}

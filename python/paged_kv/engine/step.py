@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from max.driver import Buffer, set_virtual_cpu_target
+from max.driver import set_virtual_cpu_target
 from max.dtype import DType
 from max.graph import DeviceRef, Module
 
 from paged_kv.arguments import shown
+from paged_kv.arrays.dtypes import numpy_dtype
 from paged_kv.arrays.host import to_numpy
 from paged_kv.checkpoint.config import load_config
 from paged_kv.checkpoint.source import open_source
@@ -21,14 +22,15 @@ from paged_kv.engine.demo_model import FOLDER
 from paged_kv.errors import ContractError
 from paged_kv.graphs.models import decoder
 from paged_kv.graphs.models.config import DecoderConfig, with_cache_rotation, with_windows_apart
+from paged_kv.graphs.ops import cache_dtype
 from paged_kv.kv_formats import KVFormat
 from paged_kv.options import CacheRotation
 from paged_kv.runtime.artefacts import compile_ahead
 from paged_kv.runtime.compile_key import MODELS, CompileKey
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
-from paged_kv.runtime.graph_bundle import GraphBundle
-from paged_kv.runtime.graph_reading import KernelsInLibraries, read_graph
-from paged_kv.runtime.program import Program
+from paged_kv.runtime.graph_reading import KernelsInLibraries, ReadGraph, read_graph
+from paged_kv.runtime.libraries import Kernel, Library, load
+from paged_kv.runtime.program import Program, kernels_of
 from paged_kv.runtime.session import default_runtime
 
 DEMO_DTYPE = DType.float32
@@ -70,25 +72,63 @@ class StepGraph:
             UnknownGraph: a program does not know one of the step's operations.
             ToolchainError: as `libraries.load`.
         """
+        graph = self._read(buffers)
+        return Program(graph, {name: to_numpy(weights[name]) for name in graph.weights}, buffers)
+
+    def kernels(self) -> list[Kernel]:
+        """The kernels that the program calls. Raises `UnknownGraph` as `program` does."""
+        shape = partial(decoder.cache_shape, self.geometry, 1, 1, self.kv_format)
+        kind = numpy_dtype(cache_dtype(self.dtype, self.kv_format))
+        buffers: list[np.ndarray | None] = [None] * 4 + [np.empty(shape(), kind)]
+        if self.geometry.windows_apart:
+            buffers += [None, np.empty(shape(windows=True), kind)]
+        if self.geometry.recurrence is not None:
+            states = decoder.state_shapes(self.geometry, 1)
+            buffers += [None] * 4 + [np.empty(each, np.float32) for each in states]
+        return kernels_of(self._read([*buffers, None]))
+
+    def libraries(self) -> list[Library]:
+        """The libraries in which they lie."""
+        return list(dict.fromkeys(kernel.library for kernel in self.kernels()))
+
+    def _read(self, buffers: Sequence[np.ndarray | None]) -> ReadGraph:
         module = Module()
         library = KernelsInLibraries()
         decoder.build_step(self.geometry, self.dtype, module, kv_format=self.kv_format, library=library)
-        graph = read_graph(module, buffers)
-        return Program(graph, {name: to_numpy(weights[name]) for name in graph.weights}, buffers)
+        return read_graph(module, buffers)
 
 
-def demo_bundle() -> GraphBundle:
-    """The step of `paged-kv demo`, which is compiled ahead with the kernels of the array API."""
-    step = StepGraph.of(load_config(FOLDER), DEMO_DTYPE)
-    return GraphBundle(step.keys(""), partial(_build_on_cpu, step), _demo_weights)
+def demo_libraries() -> list[Library]:
+    """The libraries that the step of `paged-kv demo` calls."""
+    return StepGraph.of(load_config(FOLDER), DEMO_DTYPE).libraries()
 
 
-def _build_on_cpu(step: StepGraph, module: Module, _names: Sequence[str]) -> None:
-    step.build(module, DeviceRef.CPU())
+def build_libraries(
+    checkpoint: Path,
+    dtype: str | None,
+    kv_format: KVFormat | None = None,
+    cache_rotation: CacheRotation | None = None,
+) -> int:
+    """Loads the libraries that the step of a checkpoint calls on this CPU, or builds them; returns their number.
+
+    Args:
+        checkpoint, dtype, kv_format, cache_rotation: As for `compile_checkpoint`.
+
+    Raises:
+        UnknownGraph: MAX compiles this step.
+        ContractError, CheckpointError, ToolchainError: as `compile_checkpoint`.
+    """
+    kernels = _step_of(checkpoint, dtype, kv_format, cache_rotation).kernels()
+    load(kernels)
+    return len({kernel.library for kernel in kernels})
 
 
-def _demo_weights() -> dict[str, Buffer]:
-    return open_source(FOLDER).load(DEMO_DTYPE)
+def _step_of(
+    checkpoint: Path, dtype: str | None, kv_format: KVFormat | None, cache_rotation: CacheRotation | None
+) -> StepGraph:
+    source = open_source(checkpoint).on(default_runtime().device)
+    config = with_windows_apart(with_cache_rotation(source.config, cache_rotation))
+    return StepGraph.of(config, DType.bfloat16 if (dtype or config.dtype) == "bfloat16" else DType.float32, kv_format)
 
 
 def compile_checkpoint(
@@ -116,12 +156,10 @@ def compile_checkpoint(
         ToolchainError: it cannot be compiled or kept.
     """
     check_target(target)
-    source = open_source(checkpoint)
     if target is not None:
         set_virtual_cpu_target(target)
     runtime = default_runtime()
-    config = with_windows_apart(with_cache_rotation(source.on(runtime.device).config, cache_rotation))
-    step = StepGraph.of(config, DType.bfloat16 if (dtype or config.dtype) == "bfloat16" else DType.float32, kv_format)
+    step = _step_of(checkpoint, dtype, kv_format, cache_rotation)
 
     def build(module: Module, _: Sequence[str]) -> None:
         step.build(module, runtime.device)

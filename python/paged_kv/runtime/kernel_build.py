@@ -1,7 +1,7 @@
-"""Compiling bundles of graphs ahead, for CPUs that need not be here: what `python -m paged_kv.build_kernels` does.
+"""Compiling libraries of kernels ahead, for CPUs that need not be here: what `python -m paged_kv.build_kernels` does.
 
-A process compiles for one target, so each bundle of each target gets a process of its own. A bundle that lies there
-whole, under today's digests, is not compiled again.
+A process compiles for one target, so each library of each target gets a process of its own. One that lies there whole,
+under today's digest, is not compiled again.
 """
 
 from __future__ import annotations
@@ -17,19 +17,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
-from typing import TypeAlias
-
-from max.driver import CPU, set_virtual_cpu_target
-from max.engine import InferenceSession, read
 
 from paged_kv.errors import ContractError, ToolchainError
-from paged_kv.runtime.artefacts import compile_graphs, export
 from paged_kv.runtime.compile_key import Key, Sources, digests_of
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
-from paged_kv.runtime.graph_bundle import GraphBundle
-from paged_kv.runtime.installed import INDEX, LIBRARY, SUFFIX, Index, read_compressed
+from paged_kv.runtime.installed import INDEX, LIBRARY, Index, read_compressed
 from paged_kv.runtime.libraries import Library, build_library
 from paged_kv.runtime.store import seal
 from paged_kv.runtime.threads import compiles_at_a_time
@@ -42,31 +35,27 @@ _SECONDS = 1800
 """After which a compile has hung: one takes 15 to 40 s on an idle core."""
 
 
-Bundle: TypeAlias = GraphBundle | Library
-"""The contents of one file: graphs, or a library of kernels."""
-
-
 @dataclass(frozen=True)
 class KernelFile:
-    """One file: a bundle for a target."""
+    """One file: a library for a target."""
 
     folder: Path
     target: str
     name: str
-    """The bundle's name."""
-    bundle: Bundle
+    """The library's name."""
+    bundle: Library
 
     @property
     def path(self) -> Path:
-        return self.folder / self.target / f"{self.name}{LIBRARY if isinstance(self.bundle, Library) else SUFFIX}"
+        return self.folder / self.target / f"{self.name}{LIBRARY}"
 
     @property
     def keys(self) -> Mapping[str, Key]:
-        """The keys of its graphs, or of the library, by name."""
-        return {self.name: self.bundle.key()} if isinstance(self.bundle, Library) else self.bundle.keys
+        """The key of the library, by its name."""
+        return {self.name: self.bundle.key()}
 
     def digests(self, sources: Sources) -> dict[str, str]:
-        """Return the digests of its graphs, by name."""
+        """Return its digest, by its name."""
         return digests_of(self.keys, sources, self.target)
 
     def is_whole(self, sources: Sources) -> bool:
@@ -78,7 +67,7 @@ class KernelFile:
 
 
 def build(
-    bundles: Mapping[str, Bundle],
+    bundles: Mapping[str, Library],
     folder: Path,
     targets: Sequence[str] = TARGETS,
     *,
@@ -173,30 +162,14 @@ def compile_file(file: KernelFile) -> None:
     digests = file.digests(Sources.installed())
     with tempfile.TemporaryDirectory(dir=file.path.parent, prefix=".") as unfinished:
         plain, whole = Path(unfinished, "plain"), Path(unfinished, "whole")
-        if isinstance(file.bundle, Library):
-            build_library(file.bundle, plain, file.target)
-            content = plain.read_bytes()
-        else:
-            content = _compiled_graphs(file.bundle, digests, file.target, plain)
+        build_library(file.bundle, plain, file.target)
+        content = plain.read_bytes()
         if file.digests(Sources.installed()) != digests:
             raise ToolchainError("a source was edited while it was compiled")
         whole.write_bytes(lzma.compress(content, preset=9 | lzma.PRESET_EXTREME))
         seal(whole, list(digests.values()))
         whole.chmod(0o644)
         os.replace(whole, file.path)
-
-
-def _compiled_graphs(bundle: GraphBundle, digests: Mapping[str, str], target: str, path: Path) -> bytes:
-    """Graphs, compiled in this process, whose CPU target is then theirs."""
-    set_virtual_cpu_target(target)
-    session = InferenceSession(devices=[CPU()])
-    export(compile_graphs(session, list(digests), bundle.build), path)
-    content = path.read_bytes()
-    # Loaded, not run: this CPU may lack the target's features.
-    names = set(session.init_all(read(BytesIO(content)), weights_registry=bundle.weights()))
-    if names != set(digests):
-        raise ToolchainError(f"MAX calls the graphs {', '.join(sorted(names))}")
-    return content
 
 
 def _write_index(files: Sequence[KernelFile], sources: Sources) -> None:

@@ -80,8 +80,7 @@ class Program:
             made = calls_of(op, layers)
             self.calls += made
             self.of_call += [index] * len(made)
-        runner = layers.kernel("program")
-        kernels = list(dict.fromkeys([runner, *(call.kernel for call in self.calls)]))
+        runner, *_ = kernels = _kernels(layers, self.calls)
         load(kernels)
         functions = ctypes.CDLL(None)
         addresses = {kernel: ctypes.cast(functions[kernel.name], ctypes.c_void_p).value for kernel in kernels}
@@ -188,6 +187,21 @@ class Program:
             self._arena = np.empty(end + _LINE, np.uint8)
         start = -(-_address(self._arena) // _LINE) * _LINE
         return {name: start + offset for name, offset in ends.items()}
+
+
+def kernels_of(graph: ReadGraph) -> list[Kernel]:
+    """The kernels that the program of a graph calls.
+
+    Raises:
+        UnknownGraph: as `Program`.
+    """
+    layers = Layers.of(graph.operations)
+    return _kernels(layers, [call for op in graph.operations for call in calls_of(op, layers)])
+
+
+def _kernels(layers: Layers, calls: Sequence[Call]) -> list[Kernel]:
+    """The kernel that runs a program, and those that it calls."""
+    return list(dict.fromkeys([layers.kernel("program"), *(call.kernel for call in calls)]))
 
 
 def place(graph: ReadGraph) -> list[Slot]:
