@@ -10,7 +10,7 @@ from max.gpu.host.info import is_gpu
 from max.runtime.asyncrt import parallelism_level
 from std.sys import size_of
 
-from .cache.checks import check_equal
+from .cache.checks import check_equal, check_rows
 from .cache.pointers import untracked, untracked_immutable
 from .layers.elementwise import add_scaled, gate_rows, gate_units, widen_all
 from .layers.experts import ExpertChoice, GatedHalves, WeightedSum
@@ -19,7 +19,7 @@ from .layers.rms_norm import RmsNorm
 from .layers.rotary_tables import RotaryTables
 from .layers.rotate import RotaryRows
 from .layers.step_rows import fill_lengths_and_last_rows
-from .layers.take_rows import ColumnSelection, RowSelection, check_selection
+from .layers.take_rows import ColumnSelection, RowSelection
 
 
 @extensibility.register("paged_kv_take_rows")
@@ -49,7 +49,7 @@ struct TakeRows:
             rows.dim_size(0),
             x.dim_size(1) * size_of[dtype](),
         )
-        check_selection(selection, x.dim_size(0))
+        check_rows(selection.rows, selection.count, x.dim_size(0))
         selection.copy(parallelism_level(None))
 
 

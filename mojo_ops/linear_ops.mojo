@@ -6,12 +6,11 @@ from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
 from max.runtime.asyncrt import parallelism_level
 
-from .cache.checks import check_equal
+from .cache.checks import check_equal, check_rows
 from .cache.operands import row_pointer
 from .cache.pointers import untracked
 from .isa.library_call import call_library
 from .isa.threads import workers_of_max
-from .layers.take_rows import RowSelection, check_selection
 from .linear.call import ExpertsCall, LinearCall, Member
 from .linear.quantised.encodings import ENCODINGS, check_row_bytes, encoding_of, encodings_mask
 from .linear.quantised.rows import QuantisedRows
@@ -204,7 +203,7 @@ struct QuantisedRowsLayer:
         check_equal("y: its number of rows", y.dim_size(0), rows.dim_size(0))
         check_row_bytes(w.dim_size(1), encoding, y.dim_size(1))
         var bytes = untracked(w.unsafe_ptr())
-        check_selection(RowSelection(bytes, bytes, row_pointer(rows), rows.dim_size(0), w.dim_size(1)), w.dim_size(0))
+        check_rows(row_pointer(rows), rows.dim_size(0), w.dim_size(0))
         var chosen = QuantisedRows(
             untracked(y.unsafe_ptr()), bytes, row_pointer(rows), rows.dim_size(0), y.dim_size(1), w.dim_size(1)
         )

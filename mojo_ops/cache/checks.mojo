@@ -50,8 +50,8 @@ def check_equal(what: StaticString, found: Int, expected: Int) raises:
 
 
 @no_inline
-def check_row_ids(rows: RowPointer, count: Int, available: Int) raises:
-    """Refuses a row that is none of `available`."""
+def check_rows(rows: RowPointer, count: Int, available: Int) raises:
+    """Rows `[count]` that are taken from a matrix x are some of its `available`."""
     for i in range(count):
         var row = Int(rows[unsafe_offset=i])
         if row < 0 or row >= available:

@@ -4,6 +4,7 @@ One library of a dtype serves every shape, so what an op of a graph has as a par
 checked when the graph was built; what depends on values is checked here.
 """
 
+from ..cache.checks import check_rows
 from ..cache.pointers import constant_at, memory_at
 from ..isa.threads import Workers
 from .elementwise import GELU_TANH, NONE, RELU, SIGMOID, SILU, add_scaled, gate_rows, gate_units, narrow_all, widen_all
@@ -14,7 +15,7 @@ from .rms_norm import RmsNorm
 from .rotary_tables import RotaryTables
 from .rotate import RotaryRows
 from .step_rows import fill_lengths_and_last_rows
-from .take_rows import ColumnSelection, RowSelection, check_selection
+from .take_rows import ColumnSelection, RowSelection
 
 comptime CONVERTED = (DType.bfloat16, DType.float16, DType.int32)
 """Dtypes that become float32, and the first two the other way."""
@@ -43,7 +44,7 @@ struct TakeRowsCall(TrivialRegisterPassable):
             self.count,
             self.row_bytes,
         )
-        check_selection(selection, self.available)
+        check_rows(selection.rows, self.count, self.available)
         selection.copy(self.workers)
 
 

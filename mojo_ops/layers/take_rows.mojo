@@ -2,7 +2,6 @@
 
 from std.memory import unsafe_memcpy
 
-from ..cache.checks import check_row_ids
 from ..cache.pointers import RowPointer
 from ..isa.threads import Workers, for_rows
 
@@ -56,8 +55,3 @@ struct ColumnSelection(TrivialRegisterPassable):
                 unsafe_memcpy(dest=self.y.unsafe_offset(i * self.each), src=source, count=self.each)
 
         for_rows(task, self.rows, self.groups * self.each, workers)
-
-
-def check_selection(selection: RowSelection, available: Int) raises:
-    """Refuses a row that is none of x's."""
-    check_row_ids(selection.rows, selection.count, available)

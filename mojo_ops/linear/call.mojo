@@ -1,6 +1,6 @@
 """Linear layers as numbers: what an op hands to a library of kernels, and a program that calls one by itself."""
 
-from ..cache.checks import check_row_ids
+from ..cache.checks import check_rows
 from ..cache.pointers import constant_at, memory_at, untracked
 from ..isa.threads import Workers
 from .dispatch import linear
@@ -128,7 +128,7 @@ struct QuantisedRowsCall(TrivialRegisterPassable):
         """Computes them on the CPU; `mask` has the bit of the encoding."""
         var bytes = memory_at[DType.uint8](self.w)
         var rows = constant_at[DType.int32](self.rows)
-        check_row_ids(rows, self.count, self.available)
+        check_rows(rows, self.count, self.available)
         var chosen = QuantisedRows(memory_at[DType.float32](self.y), bytes, rows, self.count, self.k, self.row_bytes)
         comptime for i in range(ENCODINGS.length):
             comptime if mask >> i & 1 == 1:

@@ -1,4 +1,4 @@
-"""Appends and gathers as numbers: what an op hands to a library of kernels, and a program that calls one by itself."""
+"""Appends, gathers and the rows of tokens as numbers: what an op hands to a library of kernels, and a program that calls one by itself."""
 
 from std.utils import IndexList
 

@@ -27,9 +27,9 @@ def kernel_bundles() -> dict[str, Library]:
 )
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Gets a folder for each target.")
 @click.option("--jobs", type=click.IntRange(1), help="Compiles at a time, 1.5 GB each. Default: one a core.")
-@click.option("--bundles", help="Only these files, with commas: pages_float32_float32, ...")
+@click.option("--bundles", help="Only these files, with commas: pages_float32_float32, layers_float32, ...")
 def build_kernels(targets: str | None, out: Path, jobs: int | None, bundles: str | None) -> None:
-    """Compile the libraries of kernels ahead, for CPUs that need not be here.
+    """Compile every library of kernels of the API ahead, for CPUs that need not be here.
 
     What lies in --out and is whole is not compiled again, so the command may be stopped and run again. An installation
     finds them in the package's folder `kernels`; .ci/wheels.py makes wheels of them.

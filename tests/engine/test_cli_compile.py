@@ -2,9 +2,12 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 from paged_kv.cli import _run
+from paged_kv.commands import compile as compile_module
 from paged_kv.runtime.cpu_target import CpuInfo, choose_cpu_target
+from paged_kv.runtime.graph_reading import UnknownGraph
 
 STEP = ("--dtype", "bfloat16", "--cache-dtype", "int4", "--cache-rotation", "hadamard")
 """No other test has this step, so no cache folder does."""
@@ -32,6 +35,30 @@ def test_a_step_that_was_compiled_ahead_is_found(folder, tmp_path, capsys):
         text, messages = generate(folder, *ahead, *STEP)
         assert text
         assert COMPILING not in messages
+
+
+def test_the_libraries_of_a_step_are_built_ahead(folder, capsys):
+    for dtype in ("float32", "bfloat16"):
+        assert _run(["compile", str(folder), "--dtype", dtype]) == 0
+        assert capsys.readouterr().out == "ready: 2 libraries of kernels\n"
+        _, messages = generate(folder, "--dtype", dtype)
+        assert COMPILING not in messages
+        assert "building" not in messages
+
+
+def test_a_step_that_is_no_program_is_left_to_max(folder, monkeypatch, capsys):
+    from paged_kv.engine import step
+
+    def unknown(*_):
+        raise UnknownGraph("the operation MatmulOp")
+
+    monkeypatch.setattr(step, "build_libraries", unknown)
+    monkeypatch.setattr(step, "compile_checkpoint", lambda *_: "file")
+    monkeypatch.setattr(compile_module, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
+    assert _run(["compile", str(folder)]) == 0
+    out, messages = capsys.readouterr()
+    assert out == "ready: file\n"
+    assert "MAX compiles this step: the operation MatmulOp" in messages
 
 
 def test_what_cannot_be_compiled_is_refused(folder, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""The libraries of the demo's step as files of the kernels' folder: they are all that the demo loads."""
+"""The demo with the libraries of the kernels' folder: it loads them, and compiles nothing."""
 
 import lzma
 
@@ -6,13 +6,14 @@ import pytest
 from max.driver import get_virtual_cpu_target
 
 from paged_kv.cli import _run
+from paged_kv.engine import model
 from paged_kv.engine.step import demo_libraries
-from paged_kv.runtime.cache_folder import cache_path
 from paged_kv.runtime.compile_key import Sources
-from paged_kv.runtime.cpu_target import REQUIRED_FLAGS, apply_cpu_target
+from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
 from paged_kv.runtime.kernel_build import KernelFile, _write_index
-from paged_kv.runtime.libraries import load
-from paged_kv.runtime.store import Store, seal
+from paged_kv.runtime.libraries import load, user_libraries
+from paged_kv.runtime.session import default_runtime
+from paged_kv.runtime.store import seal
 from support import kernels_ahead
 
 STATISTICS = 3
@@ -22,17 +23,17 @@ STATISTICS = 3
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """The files as the builder writes them, of the libraries that the cache folder has."""
-    apply_cpu_target()
+    default_runtime()
     target = get_virtual_cpu_target()
     if target is None:
         pytest.skip("no target is known that this CPU can run")
     folder, libraries = tmp_path_factory.mktemp("kernels"), demo_libraries()
     load([library.kernel(library.kinds[0]) for library in libraries])
+    (folder / target).mkdir()
     files = [KernelFile(folder, target, library.file, library) for library in libraries]
-    files[0].path.parent.mkdir()
     for file in files:
         digests = list(file.digests(Sources.installed()).values())
-        (artefact,) = Store(cache_path() / "libraries", "{}.library").find(digests)
+        (artefact,) = user_libraries().find(digests)
         file.path.write_bytes(lzma.compress(artefact.content))
         seal(file.path, digests)
     _write_index(files, Sources.installed())
@@ -54,11 +55,11 @@ def test_a_cpu_that_lacks_a_flag_compiles(files, tmp_path):
 
 def test_the_doctor_finds_them(files, tmp_path):
     text, _ = kernels_ahead.run(kernels_ahead.DOCTOR, files[0].folder, tmp_path)
-    assert f"\ndemo      reads the libraries that its step calls: with the package, for {files[0].target}\n" in text
+    assert f"\ndemo      reads its kernels in 0.1 s: with the package, for {files[0].target}\n" in text
 
 
 def test_a_damaged_file_is_not_read(files, tmp_path):
-    path = files[-1].path
+    path = files[0].path
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     try:
@@ -67,3 +68,11 @@ def test_a_damaged_file_is_not_read(files, tmp_path):
         path.write_bytes(whole)
     assert text == "compiles\n"
     assert f"{path} is not read (it is damaged): reinstall it" in messages
+
+
+def test_max_compiles_no_graph_for_the_demo(monkeypatch):
+    def load_graphs(*_, **__):
+        raise AssertionError("a graph is compiled")
+
+    monkeypatch.setattr(model, "load_graphs", load_graphs)
+    assert _run(["demo"]) == 0

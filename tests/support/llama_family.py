@@ -1,4 +1,6 @@
-"""Several Llama checkpoints compiled in one go: a compile takes 40 s, every further geometry in it 6 s."""
+"""Several checkpoints at once: as programs, or compiled by MAX in one go, as a compile takes 40 s and every further
+geometry in it 6 s.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +14,13 @@ from paged_kv.arrays.host import to_numpy
 from paged_kv.checkpoint.source import open_source
 from paged_kv.engine import model as model_module
 from paged_kv.engine.model import DecoderModel
+from paged_kv.engine.step import StepGraph
 from paged_kv.graphs.models import decoder
-from paged_kv.graphs.models.config import with_cache_rotation, with_windows_apart
+from paged_kv.graphs.models.config import DecoderConfig, with_cache_rotation, with_windows_apart
 from paged_kv.kv_formats import KVFormat
 from paged_kv.runtime.artefacts import load_graphs
 from paged_kv.runtime.compile_key import MODELS, CompileKey
+from paged_kv.runtime.graph_reading import UnknownGraph
 from paged_kv.runtime.session import default_runtime
 
 
@@ -34,7 +38,7 @@ class Member:
 
 
 def load_family(members: dict[str, Member]) -> dict[str, DecoderModel]:
-    """Every member as `DecoderModel.from_folder` gives it, except that one artefact holds all of them.
+    """Every member as `DecoderModel.from_folder` gives it, except that one artefact holds all that MAX compiles.
 
     In it, graphs and weights are named after their member, so that they do not meet.
     """
@@ -44,21 +48,8 @@ def load_family(members: dict[str, Member]) -> dict[str, DecoderModel]:
         for name, source in sources.items()
     }
     weights = {name: source.load(members[name].dtype) for name, source in sources.items()}
-
-    def build(module, names):
-        for name in names:
-            member = members[name]
-            how = {"name": name, "weight_prefix": f"{name}/", "kv_format": member.kv_format}
-            decoder.build_step(configs[name], member.dtype, module, **how)
-
-    graphs = load_graphs(
-        default_runtime().session,
-        {
-            name: CompileKey(f"{name} {configs[name]} {member.dtype} {member.kv_format}", (MODELS,))
-            for name, member in members.items()
-        },
-        build,
-        weights={f"{name}/{of}": weight for name, tensors in weights.items() for of, weight in tensors.items()},
+    graphs = _compiled(
+        {name: members[name] for name in members if not is_program(configs[name], members[name])}, configs, weights
     )
     models = {}
     for name, member in members.items():
@@ -73,6 +64,37 @@ def load_family(members: dict[str, Member]) -> dict[str, DecoderModel]:
                 kv_format=member.kv_format,
             )
     return models
+
+
+def is_program(config: DecoderConfig, member: Member) -> bool:
+    """Return whether its step runs without MAX."""
+    try:
+        StepGraph.of(config, member.dtype, member.kv_format).kernels()
+    except UnknownGraph:
+        return False
+    return True
+
+
+def _compiled(members, configs, weights):
+    """The steps of some members, in one artefact."""
+    if not members:
+        return {}
+
+    def build(module, names):
+        for name in names:
+            member = members[name]
+            how = {"name": name, "weight_prefix": f"{name}/", "kv_format": member.kv_format}
+            decoder.build_step(configs[name], member.dtype, module, **how)
+
+    return load_graphs(
+        default_runtime().session,
+        {
+            name: CompileKey(f"{name} {configs[name]} {member.dtype} {member.kv_format}", (MODELS,))
+            for name, member in members.items()
+        },
+        build,
+        weights={f"{name}/{of}": weight for name in members for of, weight in weights[name].items()},
+    )
 
 
 def poison(model: DecoderModel) -> None:

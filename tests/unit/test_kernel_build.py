@@ -53,6 +53,7 @@ def test_every_bundle_of_every_target_is_compiled_and_found(tmp_path, compiles):
 
 
 def test_another_process_gets_the_whole_piece():
+    """By pickle."""
     sources = Sources.installed()
     for name, bundle in BUNDLES.items():
         piece = KernelFile(Path("folder"), "haswell", name, bundle)

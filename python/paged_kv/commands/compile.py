@@ -1,4 +1,4 @@
-"""`paged-kv compile`: a checkpoint's step, compiled before anybody waits for it."""
+"""`paged-kv compile`: what a checkpoint's step needs, compiled before anybody waits for it."""
 
 from __future__ import annotations
 
@@ -30,20 +30,30 @@ def compile_command(
     targets: tuple[str, ...],
     out: Path | None,
 ) -> None:
-    """Compile what a checkpoint folder or GGUF file needs ahead: `generate` then starts without a compile.
+    """Compile ahead for a checkpoint folder or GGUF file: `generate` then starts without a compile.
 
-    On a CPU most steps run as programs of kernels: without --target and --out the libraries of these are built. Other
-    steps are compiled by MAX.
+    Without --out and --target these are the libraries of kernels that the step calls on this CPU, in the cache folder.
+    They serve all models of the same dtypes and kinds of weights. A step that holds what they lack, and one of --out or
+    --target, is compiled by MAX as a graph of its own.
 
-    A step serves all models of one shape (layers, sizes, kinds of weights), dtype, kind of cache and CPU target, on any
-    prompts, lengths, page sizes and numbers of pages. Another version of paged-kv, MAX or Mojo needs another one. A
+    Such a step serves all models of one shape (layers, sizes, kinds of weights), dtype, kind of cache and CPU target, on
+    any prompts, lengths, page sizes and numbers of pages. Another version of paged-kv, MAX or Mojo needs another one. A
     step in the cache folder is found by itself; a folder of --out may go to other machines, where `generate --compiled`
     names it. It holds machine code: take none from people whose programs you would not run.
     """
-    from paged_kv.engine.step import check_target, compile_checkpoint
+    from paged_kv.engine.step import build_libraries, check_target, compile_checkpoint
+    from paged_kv.runtime.graph_reading import UnknownGraph
 
     for name in targets:
         check_target(name)
+    if out is None and not targets:
+        try:
+            count = build_libraries(checkpoint, dtype, cache_dtype, cache_rotation)
+        except UnknownGraph as unknown:
+            say(f"MAX compiles this step: {unknown}")
+        else:
+            click.echo(f"ready: {count} libraries of kernels")
+            return
     wanted: Sequence[str | None] = targets or (None,)
     say("compiling what is missing: half a minute for each target")
     # A process for each target: MAX's is one for the process.

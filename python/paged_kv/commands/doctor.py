@@ -42,7 +42,7 @@ def doctor(compiled: bool, explain: bool, arch: str | None, head_dim: int, group
 
 
 def _steps() -> dict[str, list[Library]]:
-    """The libraries that the step of each model in the package calls, by the command that runs it."""
+    """Return the libraries that the step of each model in the package calls, by the command that runs it."""
     from paged_kv.engine.step import demo_libraries
 
     return {"demo": demo_libraries()}

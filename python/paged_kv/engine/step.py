@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +14,24 @@ from max.dtype import DType
 from max.graph import DeviceRef, Module
 
 from paged_kv.arguments import shown
+from paged_kv.arrays.dtypes import numpy_dtype
 from paged_kv.arrays.host import to_numpy
+from paged_kv.checkpoint.config import load_config
 from paged_kv.checkpoint.source import open_source
+from paged_kv.engine.demo_model import FOLDER
 from paged_kv.errors import ContractError
 from paged_kv.graphs.models import decoder
 from paged_kv.graphs.models.config import DecoderConfig, with_cache_rotation, with_windows_apart
+from paged_kv.graphs.ops import cache_dtype
 from paged_kv.kv_formats import KVFormat
 from paged_kv.options import CacheRotation
 from paged_kv.runtime.artefacts import compile_ahead
 from paged_kv.runtime.compile_key import MODELS, CompileKey
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
-from paged_kv.runtime.graph_reading import KernelsInLibraries, ReadGraph, UnknownGraph, read_graph
+from paged_kv.runtime.graph_reading import KernelsInLibraries, ReadGraph, read_graph
 from paged_kv.runtime.libraries import Kernel, Library, load
 from paged_kv.runtime.program import Program, kernels_of
 from paged_kv.runtime.session import default_runtime
-
-logger = logging.getLogger("paged_kv.engine")
 
 DEMO_DTYPE = DType.float32
 """In which `paged-kv demo` runs its model."""
@@ -74,37 +76,59 @@ class StepGraph:
         return Program(graph, {name: to_numpy(weights[name]) for name in graph.weights}, buffers)
 
     def kernels(self) -> list[Kernel]:
-        """The kernels that the step's program calls.
+        """The kernels that the program calls. Raises `UnknownGraph` as `program` does."""
+        shape = partial(decoder.cache_shape, self.geometry, 1, 1, self.kv_format)
+        kind = numpy_dtype(cache_dtype(self.dtype, self.kv_format))
+        buffers: list[np.ndarray | None] = [None] * 4 + [np.empty(shape(), kind)]
+        if self.geometry.windows_apart:
+            buffers += [None, np.empty(shape(windows=True), kind)]
+        if self.geometry.recurrence is not None:
+            states = decoder.state_shapes(self.geometry, 1)
+            buffers += [None] * 4 + [np.empty(each, np.float32) for each in states]
+        return kernels_of(self._read([*buffers, None]))
 
-        Raises:
-            UnknownGraph: as `program`.
-        """
-        shapes = self._buffer_shapes()
-        return kernels_of(self._read([None if shape is None else np.empty(shape, np.uint8) for shape in shapes]))
-
-    def _buffer_shapes(self) -> list[list[int] | None]:
-        """For each input of the graph the shape of the smallest storage that it may be, or None."""
-        config = self.geometry
-        shapes: list[list[int] | None] = [None] * 4
-        shapes.append([int(size) for size in decoder.cache_shape(config, 1, 1, self.kv_format)])
-        if config.windows_apart:
-            of_windows = decoder.cache_shape(config, 1, 1, self.kv_format, windows=True)
-            shapes += [None, [int(size) for size in of_windows]]
-        states = [[int(size) for size in shape] for shape in decoder.state_shapes(config, 1)]
-        return [*shapes, *([None] * 4 if states else []), *states, None]
+    def libraries(self) -> list[Library]:
+        """The libraries in which they lie."""
+        return list(dict.fromkeys(kernel.library for kernel in self.kernels()))
 
     def _read(self, buffers: Sequence[np.ndarray | None]) -> ReadGraph:
-        module, library = Module(), KernelsInLibraries()
-        decoder.build_step(
-            self.geometry, self.dtype, module, DeviceRef.CPU(), kv_format=self.kv_format, library=library
-        )
+        module = Module()
+        library = KernelsInLibraries()
+        decoder.build_step(self.geometry, self.dtype, module, kv_format=self.kv_format, library=library)
         return read_graph(module, buffers)
 
 
 def demo_libraries() -> list[Library]:
-    """The libraries of kernels that the step of `paged-kv demo` calls."""
-    dtype = DEMO_DTYPE.name
-    return [Kernel("attention", (dtype,) * 3).library, Kernel("program", (dtype,)).library]
+    """The libraries that the step of `paged-kv demo` calls."""
+    return StepGraph.of(load_config(FOLDER), DEMO_DTYPE).libraries()
+
+
+def build_libraries(
+    checkpoint: Path,
+    dtype: str | None,
+    kv_format: KVFormat | None = None,
+    cache_rotation: CacheRotation | None = None,
+) -> int:
+    """Loads the libraries that the step of a checkpoint calls on this CPU, or builds them; returns their number.
+
+    Args:
+        checkpoint, dtype, kv_format, cache_rotation: As for `compile_checkpoint`.
+
+    Raises:
+        UnknownGraph: MAX compiles this step.
+        ContractError, CheckpointError, ToolchainError: as `compile_checkpoint`.
+    """
+    kernels = _step_of(checkpoint, dtype, kv_format, cache_rotation).kernels()
+    load(kernels)
+    return len({kernel.library for kernel in kernels})
+
+
+def _step_of(
+    checkpoint: Path, dtype: str | None, kv_format: KVFormat | None, cache_rotation: CacheRotation | None
+) -> StepGraph:
+    source = open_source(checkpoint).on(default_runtime().device)
+    config = with_windows_apart(with_cache_rotation(source.config, cache_rotation))
+    return StepGraph.of(config, DType.bfloat16 if (dtype or config.dtype) == "bfloat16" else DType.float32, kv_format)
 
 
 def compile_checkpoint(
@@ -114,9 +138,8 @@ def compile_checkpoint(
     out: Path | None,
     kv_format: KVFormat | None = None,
     cache_rotation: CacheRotation | None = None,
-) -> str:
-    """Compiles the step of a checkpoint, or finds it compiled; returns its file. Without `target` and `out`, of a step
-    that runs as a program, it builds the libraries of kernels that are missing, and returns their number in words.
+) -> Path:
+    """Compiles the step of a checkpoint, or finds it compiled; returns its file.
 
     MAX's target is one for the process: a process that compiles for another CPU does nothing else.
 
@@ -133,26 +156,16 @@ def compile_checkpoint(
         ToolchainError: it cannot be compiled or kept.
     """
     check_target(target)
-    source = open_source(checkpoint)
     if target is not None:
         set_virtual_cpu_target(target)
     runtime = default_runtime()
-    config = with_windows_apart(with_cache_rotation(source.on(runtime.device).config, cache_rotation))
-    step = StepGraph.of(config, DType.bfloat16 if (dtype or config.dtype) == "bfloat16" else DType.float32, kv_format)
-    if target is None and out is None:
-        try:
-            kernels = step.kernels()
-        except UnknownGraph as unknown:
-            logger.info("the step is compiled by MAX: %s", unknown)
-        else:
-            load(kernels)
-            return f"{len({kernel.library for kernel in kernels})} libraries of kernels"
+    step = _step_of(checkpoint, dtype, kv_format, cache_rotation)
 
     def build(module: Module, _: Sequence[str]) -> None:
         step.build(module, runtime.device)
 
     (path,) = compile_ahead(runtime.session, step.keys(runtime.architecture), build, out)
-    return str(path)
+    return path
 
 
 def check_target(target: str | None) -> None:

@@ -56,8 +56,8 @@ class Report:
     cache: Path | None = None
     compiled: dict[str, str | None] = field(default_factory=dict)
     """Each kernel of the API, and where its code for this CPU lies, in words; None: a first call compiles it."""
-    steps: dict[str, str | None] = field(default_factory=dict)
-    """Each step of a model that was asked for, and where its code lies, likewise."""
+    steps: dict[str, list[str | None]] = field(default_factory=dict)
+    """Each step of a model that was asked for, and where each library that it calls lies, likewise."""
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -70,7 +70,8 @@ def collect(steps: Callable[[], Mapping[str, Sequence[Library]]] = dict) -> Repo
     """Looks at this machine and installation. Never raises: what goes wrong becomes a problem in the report.
 
     Args:
-        steps: The libraries that the steps of some models call, by the report's name; called where MAX is installed.
+        steps: The libraries that the steps of some models call, by what the report calls them; called where MAX is
+            installed.
     """
     report = Report(cpu=CpuInfo.read(), cores=len(allowed_cpus()), quota=cgroup_quota())
 
@@ -119,7 +120,7 @@ def render(report: Report) -> str:
         "compiled": _compiled_in_words(report.compiled),
         "call": _first_call_in_words(report.compiled),
         "weights": _quantised_in_words(report.target),
-        **{name: _step_in_words(place) for name, place in report.steps.items()},
+        **{name: _step_in_words(places) for name, places in report.steps.items()},
     }
     lines = [f"{name:<10}{value}" for name, value in rows.items()]
     lines += [f"error: {problem}" for problem in report.problems] or ["all is well"]
@@ -195,11 +196,11 @@ def _first_call_in_words(compiled: Mapping[str, str | None]) -> str:
     return f"the first one of a process waits {read}, some 25 s for each of the other {missing}, once on this machine"
 
 
-def _step_in_words(place: str | None) -> str:
+def _step_in_words(places: Sequence[str | None]) -> str:
     """Return what a command waits for before its model's first step."""
-    if place is None:
-        return "builds the libraries that its step calls, some 10 s each, once on this machine"
-    return f"reads the libraries that its step calls: {place}"
+    if missing := sum(place is None for place in places):
+        return f"builds {missing} libraries of kernels, some 10 s each, once on this machine"
+    return f"reads its kernels in 0.1 s: {', '.join(dict.fromkeys(place for place in places if place))}"
 
 
 def _threads_in_words(report: Report) -> str:
@@ -237,19 +238,18 @@ def _kernels() -> Path:
     return folder
 
 
-def _compiled(steps: Mapping[str, Sequence[Library]]) -> tuple[dict[str, str | None], dict[str, str | None]]:
-    """Each kernel of the API, and each of some steps, and where its code for this CPU lies."""
+def _compiled(
+    steps: Mapping[str, Sequence[Library]],
+) -> tuple[dict[str, str | None], dict[str, list[str | None]]]:
+    """Each library of the API, and those of each of some steps, and where its code for this CPU lies."""
     # Not at the top: this module has to work where MAX is not installed.
     from paged_kv.runtime.libraries import api_libraries, where_libraries_lie
 
     libraries = api_libraries()
-    kernels = where_libraries_lie(libraries)
-    places = {name: [kernels.get(each.file) for each in called] for name, called in steps.items()}
-    # One that has to be built is what the command waits for.
-    waits = {
-        name: None if None in found else ", ".join(dict.fromkeys(map(str, found))) for name, found in places.items()
+    lie = where_libraries_lie({*libraries, *(each for of_step in steps.values() for each in of_step)})
+    return {each.file: lie.get(each.file) for each in libraries}, {
+        name: [lie.get(each.file) for each in of_step] for name, of_step in steps.items()
     }
-    return {each.file: kernels.get(each.file) for each in libraries}, waits
 
 
 def _gpus() -> list[tuple[str, str]]:

@@ -31,7 +31,6 @@ FORMAT = 1
 DISTRIBUTION = "paged_kv_kernels"
 """The package of the compiled graphs alone, for an installation from source."""
 INDEX = "index.json"
-SUFFIX = ".graph.xz"
 LIBRARY = ".library.xz"
 
 _FILE = re.compile(r"\w+\.(graph|library)\.xz")

@@ -1,7 +1,7 @@
 """Compiling libraries of kernels ahead, for CPUs that need not be here: what `python -m paged_kv.build_kernels` does.
 
-A process compiles for one target, so each bundle of each target gets a process of its own. A bundle that lies there
-whole, under today's digests, is not compiled again.
+A process compiles for one target, so each library of each target gets a process of its own. One that lies there whole,
+under today's digest, is not compiled again.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _SECONDS = 1800
 
 @dataclass(frozen=True)
 class KernelFile:
-    """One file: a bundle for a target."""
+    """One file: a library for a target."""
 
     folder: Path
     target: str
     name: str
-    """The bundle's name."""
+    """The library's name."""
     bundle: Library
 
     @property
@@ -55,7 +55,7 @@ class KernelFile:
         return {self.name: self.bundle.key()}
 
     def digests(self, sources: Sources) -> dict[str, str]:
-        """The digest of the library, by its name."""
+        """Return its digest, by its name."""
         return digests_of(self.keys, sources, self.target)
 
     def is_whole(self, sources: Sources) -> bool:

@@ -157,14 +157,14 @@ def kernel_of(name: str) -> Kernel:
 
 
 def api_libraries() -> list[Library]:
-    """The libraries of the array API on the host, without outputs of another dtype than q's, and of a step's small
-    ops.
+    """Return what the calls of the API use over host arrays, but for outputs of another dtype than q's; and the small
+    ops of a step.
     """
     narrow = (*FLOAT8_DTYPES, *FORMATS)
     pairs = [(q, kv) for q in Q_DTYPES for kv in (q, *narrow)]
     wanted = [Kernel("append", ("uint8", "uint8")), *(Kernel("merge", (q,)) for q in Q_DTYPES)]
     wanted.append(Kernel("delta_rule", ("float32",)))
-    wanted += [Kernel("program", (dtype,)) for dtype in ("float32", "bfloat16")]
+    wanted += [Kernel("program", (q,)) for q in ("float32", "bfloat16")]
     for q, kv in pairs:
         wanted += [Kernel(kind, (q, kv, q)) for kind in ("attention", "masked_attention")]
         if kv not in FORMATS:

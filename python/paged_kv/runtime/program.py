@@ -40,6 +40,11 @@ class Slot:
         """Return whether its size grows with the same symbol."""
         return self.size.symbol == size.symbol
 
+    def take(self, size: Word) -> None:
+        """Grows it to hold a value of this size too."""
+        larger = (max(*each) for each in zip(self.size[:2], size[:2], strict=True))
+        self.size = Word(*larger, size.symbol)
+
 
 class Program:
     """The calls of one graph, bound to its weights and buffers.
@@ -66,17 +71,16 @@ class Program:
                 value.at = Word(_address(buffer))
         self._bind(graph, weights)
         self.slots = place(graph)
+        layers = Layers.of(graph.operations)
         self.operations = graph.operations
         self.calls: list[Call] = []
         self.of_call: list[int] = []
         """The number of the operation of each call."""
-        layers = Layers.of(graph.operations)
         for index, op in enumerate(graph.operations):
             made = calls_of(op, layers)
             self.calls += made
             self.of_call += [index] * len(made)
-        kernels = kernels_of(graph)
-        runner = kernels[0]
+        runner, *_ = kernels = _kernels(layers, self.calls)
         load(kernels)
         functions = ctypes.CDLL(None)
         addresses = {kernel: ctypes.cast(functions[kernel.name], ctypes.c_void_p).value for kernel in kernels}
@@ -186,13 +190,17 @@ class Program:
 
 
 def kernels_of(graph: ReadGraph) -> list[Kernel]:
-    """The kernels that a graph's program calls, that which runs it first.
+    """The kernels that the program of a graph calls.
 
     Raises:
-        UnknownGraph: the graph has what no kernel computes.
+        UnknownGraph: as `Program`.
     """
     layers = Layers.of(graph.operations)
-    calls = [call for op in graph.operations for call in calls_of(op, layers)]
+    return _kernels(layers, [call for op in graph.operations for call in calls_of(op, layers)])
+
+
+def _kernels(layers: Layers, calls: Sequence[Call]) -> list[Kernel]:
+    """The kernel that runs a program, and those that it calls."""
     return list(dict.fromkeys([layers.kernel("program"), *(call.kernel for call in calls)]))
 
 
@@ -221,15 +229,10 @@ def place(graph: ReadGraph) -> list[Slot]:
             if slot is None:
                 slot = Slot(f"slot {len(slots)}")
                 slots.append(slot)
-            slot.size = greater(slot.size, size)
+            slot.take(size)
             slot.free_after = last[id(value)]
             value.at = Word(0, 1, slot.name)
     return slots
-
-
-def greater(a: Word, b: Word) -> Word:
-    """A size that is at least `a`, which may be 0, and `b`, whose symbol it has."""
-    return Word(max(a.constant, b.constant), max(a.coefficient, b.coefficient), b.symbol)
 
 
 def _weight(size: Word) -> int:
