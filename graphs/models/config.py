@@ -30,6 +30,7 @@ Activation = Literal["silu", "gelu_tanh", "relu2"]
 NormPlace = Literal["before", "after", "around", "around (GLM)", "before both"]
 QkNorm = Literal["head", "head, rotated", "head, rotated, no weights", "all_heads"]
 
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 THETA = (1.0 + 1e-6, 1e18)
 _STRETCH = (1e-9, 1e9)
 """Ranges of rotary parameters in which frequencies, and their products with positions, are finite and above zero."""
@@ -400,11 +401,9 @@ def read_rope(fields: Fields, head_dim: int, layer_type: str | None = None, thet
         layer_type: The key in `rope_parameters` where each type of layer has its own.
         theta: Where none is said.
     """
-    rope = fields.section("rope_parameters") or fields.section("rope_scaling")
-    if rope is not None and layer_type is not None:
-        rope = rope.section(layer_type) or rope
-    elif rope is not None:
-        for kind in ("full_attention", "sliding_attention"):
+    rope = rope_section(fields, layer_type, theta)
+    if rope is not None and layer_type is None:
+        for kind in _LAYER_TYPES:
             rope.refuse(kind, "all layers of this family have one rotation")
     part = fields.number("partial_rotary_factor", default=1.0)
     theta = fields.number("rope_theta", theta, *THETA)
@@ -422,6 +421,39 @@ def read_rope(fields: Fields, head_dim: int, layer_type: str | None = None, thet
     if not 0 < dims <= head_dim or dims % 2:
         raise fields.error("partial_rotary_factor", f"must leave an even number of head_dim = {head_dim}", part)
     return Rope(dims, theta, None if rope is None else _scaling(fields, rope, dims))
+
+
+def rope_section(fields: Fields, layer_type: str | None = None, theta: float = 10000.0) -> Fields | None:
+    """The object that describes the rotation of layers: `rope_scaling` where it has keys, else `rope_parameters`.
+
+    As transformers does it, `rope_scaling` replaces `rope_parameters` beside it; where each type of layer has a
+    rotation, it changes that of `full_attention`.
+
+    Raises:
+        CheckpointError: another base, or another rotated part of each head, would be lost with `rope_parameters`, or
+            these are not by type of layer.
+    """
+    scaling, parameters = fields.section("rope_scaling"), fields.section("rope_parameters")
+    if scaling is not None and not scaling.values:
+        scaling = None
+    if parameters is None or not parameters.values:
+        return scaling
+    if layer_type is not None:
+        part = parameters.section(layer_type)
+        if part is None and not any(parameters.section(kind) for kind in _LAYER_TYPES):
+            raise fields.error("rope_parameters", f"has no {layer_type}: each type of layer has a rotation here")
+        changed = dict(part.values) if part is not None else {}
+        if scaling is not None and layer_type == "full_attention":
+            changed |= scaling.values
+        return Fields(fields.file, changed, f"{parameters.prefix}{layer_type}.")
+    if scaling is None:
+        return parameters
+    for key, default in (("rope_theta", theta), ("partial_rotary_factor", 1.0)):
+        is_named = any(each.get(key) is not None for each in (scaling, fields))
+        if not is_named and parameters.get(key) not in (None, default):
+            problem = f"rope_scaling replaces rope_parameters, so {key} would be {default:g}: name it in rope_scaling"
+            raise parameters.error(key, problem)
+    return scaling
 
 
 def read_local_rope(fields: Fields, head_dim: int, key: str, theta: float) -> Rope:

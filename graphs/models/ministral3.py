@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paged_kv.graphs.models.config import DecoderConfig, QueryGrowth, read_config, read_windows
+from paged_kv.graphs.models.config import DecoderConfig, QueryGrowth, read_config, read_windows, rope_section
 from paged_kv.graphs.models.family import Family, Gguf, Number
 from paged_kv.graphs.models.fields import MAX_SIZE, Fields
 
 
 def read(fields: Fields) -> DecoderConfig:
     fields = fields.with_defaults(head_dim=128)
-    rope = fields.section("rope_parameters") or fields.section("rope_scaling")
+    rope = rope_section(fields)
     beta = 0.0 if rope is None else rope.number("llama_4_scaling_beta", default=0.0, least=0.0)
     growth = None
     if rope is not None and beta:
