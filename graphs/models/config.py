@@ -360,6 +360,11 @@ def read_config(fields: Fields, eps_key: str = "rms_norm_eps", **switches: Any) 
     return DecoderConfig(**sizes, **switches)
 
 
+def head_dim_of(fields: Fields) -> int:
+    """`head_dim`, or `hidden_size / num_attention_heads` where it is missing or null."""
+    return fields.integer("head_dim", default=fields.integer("hidden_size") // fields.integer("num_attention_heads"))
+
+
 def read_windows(fields: Fields, default: Sequence[bool] | None = None) -> tuple[int, ...]:
     """The window of each layer, from `layer_types` and `sliding_window`.
 
@@ -410,7 +415,7 @@ def read_rope(fields: Fields, head_dim: int, layer_type: str | None = None, thet
     if rope is not None:
         part = rope.number("partial_rotary_factor", default=part)
         theta = rope.number("rope_theta", theta, *THETA)
-        if rope.get("alpha") is not None:  # Hunyuan's: a constant stretch of the base
+        if rope.get("alpha") is not None and _kind(rope)[1] == "dynamic":  # Hunyuan's: a constant stretch of the base
             theta *= rope.number("alpha", None, *_STRETCH) ** (head_dim / (head_dim - 2))
     if rope is not None and rope.get("rope_type") == "proportional":
         kept = Proportional(int(part * head_dim // 2), rope.number("factor", 1.0, *_STRETCH))
@@ -420,7 +425,7 @@ def read_rope(fields: Fields, head_dim: int, layer_type: str | None = None, thet
     dims = int(head_dim * part)
     if not 0 < dims <= head_dim or dims % 2:
         raise fields.error("partial_rotary_factor", f"must leave an even number of head_dim = {head_dim}", part)
-    return Rope(dims, theta, None if rope is None else _scaling(fields, rope, dims))
+    return Rope(dims, theta, None if rope is None else _scaling(fields, rope, dims, layer_type))
 
 
 def rope_section(fields: Fields, layer_type: str | None = None, theta: float = 10000.0) -> Fields | None:
@@ -466,10 +471,14 @@ def read_local_rope(fields: Fields, head_dim: int, key: str, theta: float) -> Ro
     return Rope(head_dim, fields.number(key, theta, *THETA))
 
 
-def _scaling(fields: Fields, rope: Fields, dims: int) -> Scaling | None:
-    # Older files call the key "type".
+def _kind(rope: Fields) -> tuple[str, Any]:
+    """The key of the kind of scaling, which older files call "type", and the kind."""
     key = "type" if rope.get("rope_type") is None else "rope_type"
-    kind = rope.get(key)
+    return key, rope.get(key)
+
+
+def _scaling(fields: Fields, rope: Fields, dims: int, layer_type: str | None) -> Scaling | None:
+    key, kind = _kind(rope)
     if kind is None or kind == "default":
         return None
     if kind == "linear":
@@ -481,7 +490,9 @@ def _scaling(fields: Fields, rope: Fields, dims: int) -> Scaling | None:
         raise rope.error(key, f"only {', '.join(known)} are supported")
 
     positions = fields.integer("max_position_embeddings")
-    said = next((of for of in (rope, fields) if of.get("original_max_position_embeddings") is not None), rope)
+    # As in transformers, what stands outside of the object counts first, but not where layers have rotations by type.
+    outside = layer_type is None and fields.get("original_max_position_embeddings") is not None
+    said = fields if outside else rope
     context = said.integer("original_max_position_embeddings", default=positions)
     if context < 2:
         raise said.error("original_max_position_embeddings", "at least 2 is expected", context)

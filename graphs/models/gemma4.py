@@ -128,6 +128,7 @@ FAMILY = Family(
     architecture="Gemma4ForCausalLM",
     model_type="gemma4_text",
     read=read,
+    missing={"num_key_value_heads": 4},
     renames={".experts.": ".mlp.experts.", ".router.": ".mlp.router.", ".mlp.router.proj.": ".mlp.router."},
     engine_only=True,
     gguf=Gguf(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paged_kv.graphs.models.config import DecoderConfig, read_config, read_rope, read_windows, rope_section
+from paged_kv.graphs.models.config import DecoderConfig, head_dim_of, read_config, read_rope, read_windows, rope_section
 from paged_kv.graphs.models.family import Family
 from paged_kv.graphs.models.fields import Fields
 from paged_kv.graphs.models.mixture import read_experts
@@ -26,7 +26,7 @@ def read(fields: Fields) -> DecoderConfig:
     bias = fields.boolean("attention_bias")
     return read_config(
         fields,
-        rope=read_rope(_sharpened(fields), _head_dim(fields), theta=_THETA),
+        rope=read_rope(_sharpened(fields), head_dim_of(fields), theta=_THETA),
         windows=read_windows(fields),
         layer_norm=True,
         norm_bias=True,
@@ -35,10 +35,6 @@ def read(fields: Fields) -> DecoderConfig:
         head_bias=fields.boolean("lm_head_bias"),
         experts=experts,
     )
-
-
-def _head_dim(fields: Fields) -> int:
-    return fields.integer("head_dim", default=fields.integer("hidden_size") // fields.integer("num_attention_heads"))
 
 
 def _sharpened(fields: Fields) -> Fields:
@@ -57,6 +53,7 @@ FAMILY = Family(
     architecture="PhiMoEForCausalLM",
     model_type="phimoe",
     read=read,
+    missing={"num_key_value_heads": 8},
     renames={
         "block_sparse_moe.gate.": "mlp.gate.",
         "block_sparse_moe.": "mlp.",

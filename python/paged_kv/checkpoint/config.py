@@ -117,4 +117,4 @@ def config_of(values: Mapping[str, Any], origin: Path | str) -> DecoderConfig:
 def _read(fields: Fields) -> DecoderConfig:
     if read_packing(fields) is not None:  # then it is the checkpoint's weights that are read in another way
         fields = replace(fields, values={k: v for k, v in fields.values.items() if k != "quantization_config"})
-    return find_family(fields).read(fields)
+    return find_family(fields).config_of(fields)
