@@ -30,6 +30,7 @@ Activation = Literal["silu", "gelu_tanh", "relu2"]
 NormPlace = Literal["before", "after", "around", "around (GLM)", "before both"]
 QkNorm = Literal["head", "head, rotated", "head, rotated, no weights", "all_heads"]
 
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 THETA = (1.0 + 1e-6, 1e18)
 _STRETCH = (1e-9, 1e9)
 """Ranges of rotary parameters in which frequencies, and their products with positions, are finite and above zero."""
@@ -359,6 +360,11 @@ def read_config(fields: Fields, eps_key: str = "rms_norm_eps", **switches: Any) 
     return DecoderConfig(**sizes, **switches)
 
 
+def head_dim_of(fields: Fields) -> int:
+    """`head_dim`, or `hidden_size / num_attention_heads` where it is missing or null."""
+    return fields.integer("head_dim", default=fields.integer("hidden_size") // fields.integer("num_attention_heads"))
+
+
 def read_windows(fields: Fields, default: Sequence[bool] | None = None) -> tuple[int, ...]:
     """The window of each layer, from `layer_types` and `sliding_window`.
 
@@ -400,18 +406,16 @@ def read_rope(fields: Fields, head_dim: int, layer_type: str | None = None, thet
         layer_type: The key in `rope_parameters` where each type of layer has its own.
         theta: Where none is said.
     """
-    rope = fields.section("rope_parameters") or fields.section("rope_scaling")
-    if rope is not None and layer_type is not None:
-        rope = rope.section(layer_type) or rope
-    elif rope is not None:
-        for kind in ("full_attention", "sliding_attention"):
+    rope = rope_section(fields, layer_type, theta)
+    if rope is not None and layer_type is None:
+        for kind in _LAYER_TYPES:
             rope.refuse(kind, "all layers of this family have one rotation")
     part = fields.number("partial_rotary_factor", default=1.0)
     theta = fields.number("rope_theta", theta, *THETA)
     if rope is not None:
         part = rope.number("partial_rotary_factor", default=part)
         theta = rope.number("rope_theta", theta, *THETA)
-        if rope.get("alpha") is not None:  # Hunyuan's: a constant stretch of the base
+        if rope.get("alpha") is not None and _kind(rope)[1] == "dynamic":  # Hunyuan's: a constant stretch of the base
             theta *= rope.number("alpha", None, *_STRETCH) ** (head_dim / (head_dim - 2))
     if rope is not None and rope.get("rope_type") == "proportional":
         kept = Proportional(int(part * head_dim // 2), rope.number("factor", 1.0, *_STRETCH))
@@ -421,7 +425,40 @@ def read_rope(fields: Fields, head_dim: int, layer_type: str | None = None, thet
     dims = int(head_dim * part)
     if not 0 < dims <= head_dim or dims % 2:
         raise fields.error("partial_rotary_factor", f"must leave an even number of head_dim = {head_dim}", part)
-    return Rope(dims, theta, None if rope is None else _scaling(fields, rope, dims))
+    return Rope(dims, theta, None if rope is None else _scaling(fields, rope, dims, layer_type))
+
+
+def rope_section(fields: Fields, layer_type: str | None = None, theta: float = 10000.0) -> Fields | None:
+    """The object that describes the rotation of layers: `rope_scaling` where it has keys, else `rope_parameters`.
+
+    As transformers does it, `rope_scaling` replaces `rope_parameters` beside it; where each type of layer has a
+    rotation, it changes that of `full_attention`.
+
+    Raises:
+        CheckpointError: another base, or another rotated part of each head, would be lost with `rope_parameters`, or
+            these are not by type of layer.
+    """
+    scaling, parameters = fields.section("rope_scaling"), fields.section("rope_parameters")
+    if scaling is not None and not scaling.values:
+        scaling = None
+    if parameters is None or not parameters.values:
+        return scaling
+    if layer_type is not None:
+        part = parameters.section(layer_type)
+        if part is None and not any(parameters.section(kind) for kind in _LAYER_TYPES):
+            raise fields.error("rope_parameters", f"has no {layer_type}: each type of layer has a rotation here")
+        changed = dict(part.values) if part is not None else {}
+        if scaling is not None and layer_type == "full_attention":
+            changed |= scaling.values
+        return Fields(fields.file, changed, f"{parameters.prefix}{layer_type}.")
+    if scaling is None:
+        return parameters
+    for key, default in (("rope_theta", theta), ("partial_rotary_factor", 1.0)):
+        is_named = any(each.get(key) is not None for each in (scaling, fields))
+        if not is_named and parameters.get(key) not in (None, default):
+            problem = f"rope_scaling replaces rope_parameters, so {key} would be {default:g}: name it in rope_scaling"
+            raise parameters.error(key, problem)
+    return scaling
 
 
 def read_local_rope(fields: Fields, head_dim: int, key: str, theta: float) -> Rope:
@@ -434,10 +471,14 @@ def read_local_rope(fields: Fields, head_dim: int, key: str, theta: float) -> Ro
     return Rope(head_dim, fields.number(key, theta, *THETA))
 
 
-def _scaling(fields: Fields, rope: Fields, dims: int) -> Scaling | None:
-    # Older files call the key "type".
+def _kind(rope: Fields) -> tuple[str, Any]:
+    """The key of the kind of scaling, which older files call "type", and the kind."""
     key = "type" if rope.get("rope_type") is None else "rope_type"
-    kind = rope.get(key)
+    return key, rope.get(key)
+
+
+def _scaling(fields: Fields, rope: Fields, dims: int, layer_type: str | None) -> Scaling | None:
+    key, kind = _kind(rope)
     if kind is None or kind == "default":
         return None
     if kind == "linear":
@@ -449,7 +490,9 @@ def _scaling(fields: Fields, rope: Fields, dims: int) -> Scaling | None:
         raise rope.error(key, f"only {', '.join(known)} are supported")
 
     positions = fields.integer("max_position_embeddings")
-    said = next((of for of in (rope, fields) if of.get("original_max_position_embeddings") is not None), rope)
+    # As in transformers, what stands outside of the object counts first, but not where layers have rotations by type.
+    outside = layer_type is None and fields.get("original_max_position_embeddings") is not None
+    said = fields if outside else rope
     context = said.integer("original_max_position_embeddings", default=positions)
     if context < 2:
         raise said.error("original_max_position_embeddings", "at least 2 is expected", context)

@@ -122,9 +122,10 @@ def decode(steps: Sequence[DeviceStep], add_up: AddUp = lambda parts: parts) -> 
                 for step, y, rotary, rows in zip(steps, ys, rotaries, of_use, strict=True)
             ]
         xs, ys = _taken(xs, of_use), _taken(ys, of_use)
-        if layer == config.last_kept and layer + 1 < config.num_hidden_layers:
+        if layer == config.last_kept:
             pairs = zip(inputs, of_use, strict=True)
             inputs = [None if each is None else _taken([each], [rows])[0] for each, rows in pairs]
+        if layer == config.last_kept and layer + 1 < config.num_hidden_layers:
             rotaries = [_of_rows(rotary, rows) for rotary, rows in zip(rotaries, of_use, strict=True)]
             steps = [step.of_wanted() for step in steps]
         if config.norm_place == "before both":

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paged_kv.graphs.models.config import DecoderConfig, LatentSizes, read_config, read_rope
+from paged_kv.graphs.models.config import DecoderConfig, LatentSizes, read_config, read_rope, rope_section
 from paged_kv.graphs.models.family import Family
 from paged_kv.graphs.models.fields import Fields
 from paged_kv.graphs.models.mixture import COUNT_KEYS, Experts, read_experts
@@ -89,7 +89,7 @@ def _sharpening(fields: Fields, rope: Rope) -> float:
     """Return what queries and keys are multiplied by for YaRN, beside the amplitude of their rotated part."""
     if rope.scaling is None:
         return 1.0
-    section = fields.section("rope_parameters") or fields.section("rope_scaling")
+    section = rope_section(fields)
     if not isinstance(rope.scaling, Yarn) or section is None:
         raise fields.error("rope_scaling", 'only "yarn" is supported for this family')
     if section.get("mscale_all_dim") in (None, 0):

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paged_kv.graphs.models.config import DecoderConfig, read_config, read_rope
+from paged_kv.graphs.models.config import DecoderConfig, head_dim_of, read_config, read_rope
 from paged_kv.graphs.models.family import Family, Gguf, Number
 from paged_kv.graphs.models.fields import Fields
 
 
 def read(fields: Fields) -> DecoderConfig:
     bias = fields.boolean("use_bias")
-    fields = fields.with_defaults(head_dim=128, tie_word_embeddings=True)
+    fields = fields.with_defaults(tie_word_embeddings=True)
     return read_config(
         fields,
-        rope=read_rope(fields, fields.integer("head_dim"), theta=500000.0),
+        rope=read_rope(fields, head_dim_of(fields), theta=500000.0),
         rotates_neighbours=True,
         qkv_bias=bias,
         o_bias=bias,
@@ -32,5 +32,6 @@ FAMILY = Family(
     architecture="Ernie4_5ForCausalLM",
     model_type="ernie4_5",
     read=read,
+    missing={"num_key_value_heads": 2, "head_dim": 128},
     gguf=Gguf("ernie4_5", finish=_of_metadata),
 )

@@ -43,6 +43,7 @@ FAMILY = Family(
     architecture="Ernie4_5_MoeForCausalLM",
     model_type="ernie4_5_moe",
     read=read,
+    missing={"num_key_value_heads": 4},
     gguf=Gguf(
         "ernie4_5-moe",
         layer=LAYER | EXPERTS,

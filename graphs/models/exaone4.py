@@ -41,5 +41,6 @@ FAMILY = Family(
     architecture="Exaone4ForCausalLM",
     model_type="exaone4",
     read=read,
+    missing={"num_key_value_heads": 32},
     gguf=Gguf("exaone4", layer=LAYER | NORMS_AFTER, windows=4, rope_tensors=(FREQUENCIES,), finish=_of_metadata),
 )

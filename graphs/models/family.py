@@ -177,6 +177,8 @@ class Family:
     """Its name in `model_type`."""
     read: Callable[[Fields], DecoderConfig]
     """The model that a `config.json` describes; raises `CheckpointError` for what would be computed wrongly."""
+    missing: Mapping[str, Any] = field(default_factory=dict)
+    """The values, as in transformers, of keys that a config.json lacks; where it has null, `read` has its own."""
     gguf: Gguf | None = None
     """None: its models in GGUF files are not read, or call themselves another family's."""
     more_gguf: tuple[Gguf, ...] = ()
@@ -188,3 +190,11 @@ class Family:
     engine_only: bool = False
     """MAX Serve does not run it: its pages hold latents, MAX has the model with its images, its texts end before the
     context that config.json says (Llama 4), or it was not tried there (Phi-3.5-MoE)."""
+
+    def config_of(self, fields: Fields) -> DecoderConfig:
+        """The model that a `config.json` describes.
+
+        Raises:
+            CheckpointError: a field is missing, of a wrong type, or says what would be computed wrongly.
+        """
+        return self.read(fields.with_missing(**self.missing))

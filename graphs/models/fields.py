@@ -53,6 +53,10 @@ class Fields:
         missing = {key: value for key, value in values.items() if self.get(key) is None}
         return Fields(self.file, {**self.values, **missing}, self.prefix)
 
+    def with_missing(self, **values: object) -> Fields:
+        """The same object with values for keys that are missing; null is one of its values."""
+        return Fields(self.file, {**values, **self.values}, self.prefix)
+
     def error(self, key: str, problem: str, value: object = None) -> CheckpointError:
         """`value` is the one to show where it is a default, not in the file."""
         value = self.get(key) if value is None else value

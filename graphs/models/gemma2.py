@@ -45,6 +45,7 @@ FAMILY = Family(
     architecture="Gemma2ForCausalLM",
     model_type="gemma2",
     read=read,
+    missing={"num_key_value_heads": 4},
     gguf=Gguf(
         "gemma2",
         layer=LAYER | NORMS_AFTER | {"pre_feedforward_layernorm": "ffn_norm"},

@@ -47,6 +47,7 @@ FAMILY = Family(
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
     read=read,
+    missing={"num_key_value_heads": 4},
     gguf=Gguf(
         "gemma3",
         layer=LAYER | NORMS_AFTER | {"pre_feedforward_layernorm": "ffn_norm"},

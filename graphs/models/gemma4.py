@@ -40,6 +40,7 @@ def read(fields: Fields) -> DecoderConfig:
     fields = fields.with_defaults(**_DEFAULTS)
     if fields.get("use_bidirectional_attention") not in (None, "vision"):  # of images alone
         raise fields.error("use_bidirectional_attention", "is not supported")
+    fields.refuse("rope_scaling", "each type of layer has its rotation in rope_parameters")
     layers, bias = fields.layers(), fields.boolean("attention_bias")
     types = fields.get("layer_types")
     if isinstance(types, list) and types:  # as transformers has it
@@ -127,6 +128,7 @@ FAMILY = Family(
     architecture="Gemma4ForCausalLM",
     model_type="gemma4_text",
     read=read,
+    missing={"num_key_value_heads": 4},
     renames={".experts.": ".mlp.experts.", ".router.": ".mlp.router.", ".mlp.router.proj.": ".mlp.router."},
     engine_only=True,
     gguf=Gguf(

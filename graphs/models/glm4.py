@@ -38,5 +38,6 @@ FAMILY = Family(
     architecture="Glm4ForCausalLM",
     model_type="glm4",
     read=read,
+    missing={"num_key_value_heads": 2},
     gguf=Gguf("glm4", layer=LAYER | _NAMES, rotates_a_part=True, finish=_of_metadata),
 )

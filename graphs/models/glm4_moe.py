@@ -34,6 +34,7 @@ FAMILY = Family(
     architecture="Glm4MoeForCausalLM",
     model_type="glm4_moe",
     read=read,
+    missing={"num_key_value_heads": 8},
     gguf=Gguf(
         "glm4moe",
         layer=LAYER | EXPERTS | {"post_attention_layernorm": "post_attention_norm"},

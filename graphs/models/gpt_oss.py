@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paged_kv.graphs.encodings import Encoding, block_elements
-from paged_kv.graphs.models.config import DecoderConfig, read_config, read_rope, read_windows
+from paged_kv.graphs.models.config import DecoderConfig, head_dim_of, read_config, read_rope, read_windows
 from paged_kv.graphs.models.family import EXPERTS, LAYER, Family, Gguf, Number
 from paged_kv.graphs.models.fields import Fields
 from paged_kv.graphs.models.mixture import ClampedUnits, read_experts
@@ -25,7 +25,6 @@ _STACKS = ("gate_up", "down")
 
 def read(fields: Fields) -> DecoderConfig:
     layers = fields.layers()
-    fields = fields.with_defaults(head_dim=64)
     if fields.get("rope_parameters") is None and fields.get("rope_scaling") is None:
         fields = fields.with_defaults(rope_parameters=_YARN)
     # Without the key there is a window, with null there is none.
@@ -50,7 +49,7 @@ def read(fields: Fields) -> DecoderConfig:
     plain = Fields(fields.file, {**fields.values, "quantization_config": None}, fields.prefix)
     return read_config(
         plain,
-        rope=read_rope(fields, fields.integer("head_dim"), theta=150000.0),
+        rope=read_rope(fields, head_dim_of(fields), theta=150000.0),
         windows=read_windows(windowed, [index % 2 == 0 for index in range(layers)]),
         qkv_bias=bias,
         o_bias=bias,
@@ -90,6 +89,7 @@ FAMILY = Family(
     architecture="GptOssForCausalLM",
     model_type="gpt_oss",
     read=read,
+    missing={"num_key_value_heads": 8, "head_dim": 64},
     gguf=Gguf(
         "gpt-oss",
         layer=LAYER | EXPERTS | {"self_attn.sinks": "attn_sinks", "post_attention_layernorm": "post_attention_norm"},

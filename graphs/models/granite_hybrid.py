@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,8 @@ from paged_kv.graphs.models.family import EXPERTS, LAYER, LLAMA_ROPE, MAMBA, SSM
 from paged_kv.graphs.models.fields import Fields
 from paged_kv.graphs.models.mixture import read_experts
 from paged_kv.graphs.models.recurrence import mamba2, read_layer_types
+
+_INFINITIES = ("Infinity", {"__float__": "Infinity"})
 
 
 def read(fields: Fields) -> DecoderConfig:
@@ -42,6 +45,7 @@ def read(fields: Fields) -> DecoderConfig:
         kernel=fields.integer("mamba_d_conv", default=4, least=2),
         conv_bias=fields.boolean("mamba_conv_bias", default=True),
         bias=fields.boolean("mamba_proj_bias"),
+        dt_range=_dt_range(fields),
     )
     config = granite.read(fields)
     return replace(
@@ -53,6 +57,18 @@ def read(fields: Fields) -> DecoderConfig:
         mlp="mlp.shared_experts" if fused and experts is None else "mlp",
         recurrence=recurrence if any(recurrence.layers) else None,
     )
+
+
+def _dt_range(fields: Fields) -> tuple[float, float]:
+    """The range of time steps; JSON has no word for infinity, for which transformers writes an object."""
+    limits = fields.get("time_step_limit")
+    if limits is None:
+        return 0.0, math.inf
+    if isinstance(limits, list) and len(limits) == 2:
+        least, most = (math.inf if limit in _INFINITIES else limit for limit in limits)
+        if all(isinstance(limit, int | float) for limit in (least, most)) and 0 <= least <= most and least < math.inf:
+            return float(least), float(most)
+    raise fields.error("time_step_limit", "two numbers from 0 on are expected, the first no greater than the second")
 
 
 def of_metadata(values: Mapping[str, Any], number: Number) -> dict[str, Any]:

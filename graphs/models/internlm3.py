@@ -15,4 +15,6 @@ def read(fields: Fields) -> DecoderConfig:
     return read_config(said, qkv_bias=of_qkv, o_bias=bias, mlp_bias=bias)
 
 
-FAMILY = Family(architecture="InternLM3ForCausalLM", model_type="internlm3", read=read)
+FAMILY = Family(
+    architecture="InternLM3ForCausalLM", model_type="internlm3", read=read, missing={"num_key_value_heads": 2}
+)

@@ -22,6 +22,7 @@ def read(fields: Fields) -> DecoderConfig:
             raise fields.error("full_attn_idxs", f"a list of layers below num_hidden_layers = {layers} is expected")
         types = ["full_attention" if index in attending else "conv" for index in range(layers)]
         fields = fields.with_defaults(layer_types=types)
+    fields = fields.with_defaults(layer_types=["full_attention"] * layers)
     recurrence = Recurrence(
         kind="convolution",
         layers=read_layer_types(fields, ("conv",)),
@@ -35,7 +36,7 @@ def read(fields: Fields) -> DecoderConfig:
         fields.with_defaults(tie_word_embeddings=True, num_key_value_heads=8, intermediate_size=inner),
         "norm_eps",
         qk_norm="head",
-        recurrence=recurrence,
+        recurrence=recurrence if any(recurrence.layers) else None,
         intermediate_size=inner,
     )
 

@@ -89,6 +89,7 @@ FAMILY = Family(
     architecture="Llama4ForCausalLM",
     model_type="llama4_text",
     read=read,
+    missing={"num_key_value_heads": 8},
     renames={"feed_forward.": "mlp.", ".shared_expert.": ".shared_experts."},
     gguf=Gguf(
         "llama4",

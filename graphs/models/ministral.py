@@ -13,4 +13,6 @@ def read(fields: Fields) -> DecoderConfig:
     return read_config(fields, windows=read_windows(fields))
 
 
-FAMILY = Family(architecture="MinistralForCausalLM", model_type="ministral", read=read)
+FAMILY = Family(
+    architecture="MinistralForCausalLM", model_type="ministral", read=read, missing={"num_key_value_heads": 8}
+)

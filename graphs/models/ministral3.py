@@ -5,14 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paged_kv.graphs.models.config import DecoderConfig, QueryGrowth, read_config, read_windows
+from paged_kv.graphs.models.config import DecoderConfig, QueryGrowth, read_config, read_windows, rope_section
 from paged_kv.graphs.models.family import Family, Gguf, Number
 from paged_kv.graphs.models.fields import MAX_SIZE, Fields
 
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+"""The rotation where config.json has none."""
+
 
 def read(fields: Fields) -> DecoderConfig:
-    fields = fields.with_defaults(head_dim=128)
-    rope = fields.section("rope_parameters") or fields.section("rope_scaling")
+    if fields.get("rope_parameters") is None and fields.get("rope_scaling") is None:
+        fields = fields.with_defaults(rope_parameters=_YARN)
+    rope = rope_section(fields)
     beta = 0.0 if rope is None else rope.number("llama_4_scaling_beta", default=0.0, least=0.0)
     growth = None
     if rope is not None and beta:
@@ -35,6 +47,7 @@ FAMILY = Family(
     architecture="Ministral3ForCausalLM",
     model_type="ministral3",
     read=read,
+    missing={"num_key_value_heads": 8, "head_dim": 128},
     gguf=Gguf(
         "mistral3",
         rotates_neighbours=True,

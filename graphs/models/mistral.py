@@ -13,4 +13,4 @@ def read(fields: Fields) -> DecoderConfig:
     return read_config(fields, windows=read_windows(said))
 
 
-FAMILY = Family(architecture="MistralForCausalLM", model_type="mistral", read=read)
+FAMILY = Family(architecture="MistralForCausalLM", model_type="mistral", read=read, missing={"num_key_value_heads": 8})

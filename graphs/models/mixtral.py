@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paged_kv.graphs.models.config import DecoderConfig, read_config, read_windows
+from paged_kv.graphs.models.config import DecoderConfig, head_dim_of, read_config, read_rope, read_windows
 from paged_kv.graphs.models.family import Family
 from paged_kv.graphs.models.fields import Fields
 from paged_kv.graphs.models.mixture import read_experts
@@ -14,12 +14,15 @@ def read(fields: Fields) -> DecoderConfig:
     experts = read_experts(
         known, layers, count_keys=("num_local_experts",), inner_key="intermediate_size", sums_to_one=True
     )
-    return read_config(known, windows=read_windows(known), experts=experts)
+    return read_config(
+        known, rope=read_rope(known, head_dim_of(known), theta=1e6), windows=read_windows(known), experts=experts
+    )
 
 
 FAMILY = Family(
     architecture="MixtralForCausalLM",
     model_type="mixtral",
     read=read,
+    missing={"num_key_value_heads": 8},
     renames={"block_sparse_moe.": "mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."},
 )

@@ -9,7 +9,7 @@ from typing import Any
 from paged_kv.graphs.models.config import DecoderConfig, read_config
 from paged_kv.graphs.models.family import EXPERTS, LAYER, MAMBA, SSM_SIZES, Family, Gguf, Number
 from paged_kv.graphs.models.fields import MAX_LAYERS, Fields
-from paged_kv.graphs.models.mixture import COUNT_KEYS, read_experts
+from paged_kv.graphs.models.mixture import read_experts
 from paged_kv.graphs.models.recurrence import mamba2
 
 _KINDS = {"linear_attention": "mamba", "full_attention": "attention", "mamba": "mamba", "attention": "attention"}
@@ -33,7 +33,7 @@ def read(fields: Fields) -> DecoderConfig:
         experts = read_experts(
             fields.with_defaults(scoring_func="sigmoid", topk_method="noaux_tc", topk_group=1),
             mixtures,
-            count_keys=COUNT_KEYS[:1],
+            count_keys=("n_routed_experts", "num_local_experts"),
             sigmoid=True,
             sums_to_one=fields.boolean("norm_topk_prob", default=True),
             shared_inner=fields.integer("moe_shared_expert_intermediate_size"),

@@ -8,6 +8,7 @@ from paged_kv.graphs.models.fields import Fields
 
 
 def read(fields: Fields) -> DecoderConfig:
+    fields = fields.with_missing(original_max_position_embeddings=4096)
     return read_config(fields, fused_qkv=True, fused_gate_up=True, windows=read_windows(fields))
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paged_kv.graphs.models.config import DecoderConfig, read_config, read_rope, read_windows
+from paged_kv.graphs.models.config import DecoderConfig, head_dim_of, read_config, read_rope, read_windows, rope_section
 from paged_kv.graphs.models.family import Family
 from paged_kv.graphs.models.fields import Fields
 from paged_kv.graphs.models.mixture import read_experts
+
+_THETA = 1e6
 
 
 def read(fields: Fields) -> DecoderConfig:
@@ -24,7 +26,7 @@ def read(fields: Fields) -> DecoderConfig:
     bias = fields.boolean("attention_bias")
     return read_config(
         fields,
-        rope=read_rope(_sharpened(fields), _head_dim(fields), theta=1e6),
+        rope=read_rope(_sharpened(fields), head_dim_of(fields), theta=_THETA),
         windows=read_windows(fields),
         layer_norm=True,
         norm_bias=True,
@@ -35,27 +37,23 @@ def read(fields: Fields) -> DecoderConfig:
     )
 
 
-def _head_dim(fields: Fields) -> int:
-    return fields.integer("head_dim", default=fields.integer("hidden_size") // fields.integer("num_attention_heads"))
-
-
 def _sharpened(fields: Fields) -> Fields:
     """The fields with the rotation's sharpening under its usual key: here short and long texts have one each."""
-    for key in ("rope_parameters", "rope_scaling"):
-        rope = fields.section(key)
-        if rope is None or rope.get("short_mscale") is None:
-            continue
-        short, long = (rope.number(f"{name}_mscale") for name in ("short", "long"))
-        if short != long:
-            raise rope.error("long_mscale", f"only that of short texts, short_mscale = {short:g}, is supported")
-        return Fields(fields.file, {**fields.values, key: {**rope.values, "attention_factor": short}}, fields.prefix)
-    return fields
+    rope = rope_section(fields, theta=_THETA)
+    if rope is None or rope.get("short_mscale") is None:
+        return fields
+    short, long = (rope.number(f"{name}_mscale") for name in ("short", "long"))
+    if short != long:
+        raise rope.error("long_mscale", f"only that of short texts, short_mscale = {short:g}, is supported")
+    changed = {"rope_parameters": {**rope.values, "attention_factor": short}, "rope_scaling": None}
+    return Fields(fields.file, {**fields.values, **changed}, fields.prefix)
 
 
 FAMILY = Family(
     architecture="PhiMoEForCausalLM",
     model_type="phimoe",
     read=read,
+    missing={"num_key_value_heads": 8},
     renames={
         "block_sparse_moe.gate.": "mlp.gate.",
         "block_sparse_moe.": "mlp.",

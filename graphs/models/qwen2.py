@@ -16,12 +16,13 @@ def upper_windows(fields: Fields) -> tuple[int, ...]:
     if not fields.boolean("use_sliding_window"):
         return ()
     first = 0 if fields.get("max_window_layers") == 0 else fields.integer("max_window_layers", default=28)
-    return read_windows(fields, [index >= first for index in range(fields.layers())])
+    return read_windows(fields.with_missing(sliding_window=4096), [index >= first for index in range(fields.layers())])
 
 
 FAMILY = Family(
     architecture="Qwen2ForCausalLM",
     model_type="qwen2",
     read=read,
+    missing={"num_key_value_heads": 32},
     gguf=Gguf("qwen2"),
 )

@@ -17,5 +17,6 @@ FAMILY = Family(
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
     read=read,
+    missing={"num_key_value_heads": 32, "head_dim": 128},
     gguf=Gguf("qwen3"),
 )

@@ -23,6 +23,7 @@ FAMILY = Family(
     architecture="Qwen3_5ForCausalLM",
     model_type="qwen3_5_text",
     read=read,
+    missing={"num_key_value_heads": 4},
     gguf=replace(
         qwen3_next.GGUF,
         name="qwen35",
@@ -38,6 +39,7 @@ MIXTURE = Family(
     architecture="Qwen3_5MoeForCausalLM",
     model_type="qwen3_5_moe_text",
     read=read_mixture,
+    missing={"num_key_value_heads": 2},
     gguf=replace(
         qwen3_next.GGUF,
         name="qwen35moe",

@@ -11,9 +11,8 @@ from paged_kv.graphs.models.mixture import read_experts
 def read(fields: Fields) -> DecoderConfig:
     bias = fields.boolean("attention_bias")
     # Unlike Qwen3's, the window is in all layers or in none.
-    window = {"sliding_window": 4096, **fields.values}  # null is no window
     has_windows = fields.boolean("use_sliding_window")
-    windows = read_windows(Fields(fields.file, window, fields.prefix)) if has_windows else ()
+    windows = read_windows(fields.with_missing(sliding_window=4096)) if has_windows else ()
     experts = read_experts(fields, mixtures(fields), sums_to_one=fields.boolean("norm_topk_prob"))
     return read_config(fields, qk_norm="head", qkv_bias=bias, o_bias=bias, windows=windows, experts=experts)
 
@@ -31,6 +30,7 @@ FAMILY = Family(
     architecture="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
     read=read,
+    missing={"num_key_value_heads": 4},
     gguf=Gguf(
         "qwen3moe",
         layer=LAYER | EXPERTS,

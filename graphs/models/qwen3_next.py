@@ -123,6 +123,7 @@ FAMILY = Family(
     architecture="Qwen3NextForCausalLM",
     model_type="qwen3_next",
     read=read,
+    missing={"num_key_value_heads": 2},
     gguf=GGUF,
     renames=SHARED_EXPERT,
     unread=DRAFTS,

@@ -39,5 +39,6 @@ FAMILY = Family(
     architecture="StableLmForCausalLM",
     model_type="stablelm",
     read=read,
+    missing={"num_key_value_heads": 32},
     gguf=Gguf("stablelm", eps=LAYER_NORM_EPS, rotates_a_part=True, finish=_of_metadata, without_effect=_PARALLEL),
 )

@@ -36,6 +36,7 @@ FAMILY = Family(
     architecture="Starcoder2ForCausalLM",
     model_type="starcoder2",
     read=read,
+    missing={"num_key_value_heads": 2},
     gguf=Gguf(
         "starcoder2",
         layer=LAYER | {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},

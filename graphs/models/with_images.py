@@ -31,12 +31,12 @@ def _read(fields: Fields, families: tuple[Family, ...], **defaults: object) -> D
         raise fields.error("text_config", "the text model's configuration is expected")
     kind = text.one_of("model_type", {family.model_type: family for family in families})
     outer = {key: fields.get(key) for key in _OUTER if fields.get(key) is not None}
-    config: DecoderConfig = kind.read(text.with_defaults(**{**defaults, **outer}))
+    config: DecoderConfig = kind.config_of(text.with_defaults(**{**defaults, **outer}))
     return config
 
 
 def _mistral3(fields: Fields) -> DecoderConfig:
-    return _read(fields, (mistral.FAMILY, ministral3.FAMILY))
+    return _read(fields, (mistral.FAMILY, ministral3.FAMILY), tie_word_embeddings=True)
 
 
 def _gemma3(fields: Fields) -> DecoderConfig:

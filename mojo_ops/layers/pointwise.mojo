@@ -1,4 +1,4 @@
-"""What is left of a step between our ops: functions of each element, and of two, in float32, rounded once."""
+"""The rest of a step between our ops: functions of each element, and of two, in float32, rounded once."""
 
 from std.math import floor, log1p, rsqrt, tanh
 

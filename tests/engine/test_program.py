@@ -34,7 +34,7 @@ def model():
 
 
 def logits(model):
-    """Of all steps, the cache poisoned before."""
+    """The logits of all steps, the cache poisoned before."""
     poison(model)
     return [model.step(tokens, lengths, PAGES).copy() for tokens, lengths in STEPS]
 

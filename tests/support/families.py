@@ -299,7 +299,8 @@ CASES = {
             "layer_types": ["sliding_attention", "full_attention"],
             "attention_k_eq_v": True,
             "num_global_key_value_heads": 1,
-            "hidden_size_per_layer_input": 0,
+            "hidden_size_per_layer_input": 24,  # also into the last layer, where it has K and V of its own
+            "vocab_size_per_layer_input": 259,
             "enable_moe_block": True,
             "num_experts": 16,
             "top_k_experts": 3,

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from paged_kv.checkpoint.config import load_config, load_sampling
@@ -102,6 +103,72 @@ def test_model_type_stands_in_for_architectures(tmp_path):
 def test_rope_in_the_old_form_and_the_new(tmp_path, said, theta, scaling):
     config = read_config(tmp_path, **said)
     assert config.rope == Rope(16, theta, scaling)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+PLAIN = {"rope_type": "default", "rope_theta": 1e6}
+BY_LAYER = {"full_attention": PLAIN, "sliding_attention": PLAIN | {"rope_theta": 1e4}}
+
+
+@pytest.mark.parametrize(
+    ("family", "values"),
+    [
+        ("Qwen3", {"rope_parameters": PLAIN, "rope_scaling": YARN, "rope_theta": 1e6}),
+        ("Qwen3", {"rope_parameters": PLAIN, "rope_scaling": YARN | {"rope_theta": 5e5}}),
+        ("Qwen3", {"rope_parameters": PLAIN | {"rope_theta": 1e4}, "rope_scaling": YARN}),
+        ("Qwen3", {"rope_parameters": YARN | {"rope_theta": 5e5}, "rope_scaling": {}}),
+        ("GptOss", {"rope_parameters": YARN | {"rope_theta": 150000}, "rope_scaling": {"type": "linear", "factor": 2}}),
+        ("Ministral3", {"rope_parameters": PLAIN, "rope_scaling": YARN | {"rope_theta": 5e5, "mscale_all_dim": 1.0}}),
+        ("Gemma3", {"rope_parameters": BY_LAYER, "rope_scaling": YARN}),
+        ("Olmo3", {"rope_parameters": BY_LAYER, "rope_scaling": YARN | {"rope_theta": 5e5}}),
+    ],
+)
+def test_rope_scaling_beside_rope_parameters_is_what_transformers_makes_of_it(tmp_path, family, values):
+    """What transformers 5 saves, to which a user adds the scaling of a model's card."""
+    config_class = getattr(transformers, f"{family}{'Text' if family == 'Gemma3' else ''}Config")
+    own = {"architectures": [f"{family}ForCausalLM"], "model_type": config_class.model_type}
+    own |= {"hidden_activation": "gelu_pytorch_tanh"} if family == "Gemma3" else {}
+    config = read_config(tmp_path, **own, num_local_experts=8, num_experts_per_tok=2, sliding_window=64, **values)
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path).rope_parameters
+    for rope, said in ((config.rope, theirs.get("full_attention", theirs)), (config.local_rope, theirs)):
+        said = said.get("sliding_attention") if rope is config.local_rope else said
+        if said is None:
+            continue
+        alone = transformers.LlamaConfig(max_position_embeddings=2048, head_dim=16, rope_parameters=said)
+        inverse, amplitude = expected_rope(alone)
+        np.testing.assert_allclose(rope.inverse_frequencies(), inverse, rtol=1e-6, atol=0)
+        assert rope.amplitude == pytest.approx(amplitude)
+
+
+def expected_rope(config):
+    """The inverse frequencies and the amplitude that transformers computes."""
+    kind = config.rope_parameters["rope_type"]
+    if kind == "default":
+        return LlamaRotaryEmbedding(config).inv_freq.numpy(), 1.0
+    inverse, amplitude = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+    return inverse.numpy(), amplitude
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"rope_parameters": PLAIN, "rope_scaling": YARN},
+            r"rope_parameters\.rope_theta = 1000000\.0: rope_scaling replaces rope_parameters, so rope_theta",
+        ),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.5}, "rope_scaling": YARN},
+            r"rope_parameters\.partial_rotary_factor = 0\.5: rope_scaling replaces rope_parameters",
+        ),
+        ({"architectures": ["Gemma4ForCausalLM"], "rope_scaling": YARN}, "rope_scaling = .*: each type of layer"),
+        (
+            {"architectures": ["Olmo3ForCausalLM"], "sliding_window": 9, "rope_parameters": PLAIN},
+            "rope_parameters = .*: has no full_attention",
+        ),
+    ],
+)
+def test_rope_parameters_that_transformers_would_lose_are_named(tmp_path, values, message):
+    refused(read_config, tmp_path, **values, match=message)
 
 
 def test_a_rotation_for_some_layers_is_refused_where_all_have_one(tmp_path):

@@ -6,11 +6,13 @@ import json
 
 import pytest
 import torch
+import transformers
 from max.dtype import DType
 from safetensors.torch import load_file, save_file
 
 from paged_kv.checkpoint import weights
 from paged_kv.checkpoint.config import load_config
+from paged_kv.checkpoint.source import open_source
 from paged_kv.checkpoint.weights import INDEX_FILE, SINGLE_FILE, open_checkpoint, progress_bar
 from paged_kv.graphs.models.tensors import expected_tensors
 from support.checkpoints import TORCH, assert_same, bits, make_checkpoint, random_tensors, raw_safetensors, read_config
@@ -90,6 +92,27 @@ def test_buffers_outlive_the_checkpoint_and_what_older_ones_carry_is_ignored(tin
     (folder / SINGLE_FILE).unlink()
     gc.collect()
     assert_same(loaded, tensors)
+
+
+@pytest.mark.parametrize("changed", [None, "value", "dtype", "shape"])
+def test_a_head_beside_tied_embeddings_makes_the_logits_if_it_differs(tiny, monkeypatch, changed):
+    """As transformers 5 does it, whatever `tie_word_embeddings` is; heads are compared in blocks of a few rows."""
+    folder, _, tensors = tiny
+    monkeypatch.setattr(weights, "_BLOCK_BYTES", 1000)
+    read_config(folder, tie_word_embeddings=True)
+    head = tensors["model.embed_tokens.weight"].clone()
+    if changed == "value":
+        head[-1, -1] += 1
+    head = head.half() if changed == "dtype" else head[:-1] if changed == "shape" else head
+    save_file(tensors | {"lm_head.weight": head}, folder / SINGLE_FILE)
+    source = open_source(folder)
+    assert source.config.tie_word_embeddings == (changed is None)
+    if changed == "shape":
+        refused(source.load, DType.float32, match=r"lm_head\.weight has shape \[258, 48\], expected \[259, 48\]")
+    else:
+        loaded = source.load(DType.float32)
+        theirs = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+        assert_same(loaded, {name: theirs[name] for name in loaded})
 
 
 def test_layers_that_draft_are_not_read_where_the_config_names_them(tiny):

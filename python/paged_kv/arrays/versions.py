@@ -1,4 +1,4 @@
-"""What torch's autograd must know of a call: tensors that it writes, and gradients that it does not compute."""
+"""A call as torch's autograd must know it: tensors that it writes, and gradients that it does not compute."""
 
 from __future__ import annotations
 

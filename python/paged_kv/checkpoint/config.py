@@ -125,4 +125,4 @@ def _read(fields: Fields) -> DecoderConfig:
     with file_errors(fields.file):
         if read_packing(fields) is not None:  # then it is the checkpoint's weights that are read in another way
             fields = replace(fields, values={k: v for k, v in fields.values.items() if k != "quantization_config"})
-        return find_family(fields).read(fields)
+        return find_family(fields).config_of(fields)

@@ -110,5 +110,7 @@ def source_of(config: DecoderConfig, fields: Fields, checkpoint: Checkpoint) -> 
     with file_errors(checkpoint.folder):
         checkpoint = replace(checkpoint.named_for(find_family(fields)), packing=read_packing(fields))
         check_layers(config, checkpoint.tensors, checkpoint.folder)
+        if config.tie_word_embeddings and checkpoint.has_own_head():
+            config = replace(config, tie_word_embeddings=False)
         encodings = config.encodings + checkpoint.encodings(config)
         return Source(checkpoint.folder, replace(config, encodings=encodings), checkpoint)

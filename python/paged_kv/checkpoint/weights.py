@@ -102,6 +102,26 @@ class Checkpoint:
             tensors[name] = stored
         return replace(self, tensors=tensors)
 
+    def has_own_head(self) -> bool:
+        """Return whether there is a `lm_head.weight` that differs from the embeddings.
+
+        Then it makes the logits, whatever the configuration says of tied embeddings, as in transformers.
+        """
+        head, embeddings = (self.tensors.get(f"{name}.weight") for name in ("lm_head", "model.embed_tokens"))
+        if head is None or embeddings is None:
+            return False
+        if (head.dtype, head.shape) != (embeddings.dtype, embeddings.shape) or head.dtype not in DTYPES:
+            return True
+        rows = max(1, _BLOCK_BYTES // max(1, math.prod(head.shape[1:]) * DTYPES[head.dtype].size_in_bytes))
+        with (
+            safe_open(head.file, framework="np", backend="pread") as of_head,
+            safe_open(embeddings.file, framework="np", backend="pread") as of_embeddings,
+        ):
+            ours, theirs = of_head.get_slice(head.name), of_embeddings.get_slice(embeddings.name)
+            starts = range(0, head.shape[0], rows)
+            blocks = (slice(start, min(start + rows, head.shape[0])) for start in starts)
+            return any(ours[block].tobytes() != theirs[block].tobytes() for block in blocks)
+
     def encodings(self, config: DecoderConfig) -> tuple[tuple[str, Encoding], ...]:
         """The weights of `expected_tensors(config)` that are put into blocks, by what files' headers say."""
         if self.packing is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +76,19 @@ class StepGraph:
 
     def kernels(self) -> list[Kernel]:
         """The kernels that the program calls. Raises `UnknownGraph` as `program` does."""
-        shape = partial(decoder.cache_shape, self.geometry, 1, 1, self.kv_format)
         kind = numpy_dtype(cache_dtype(self.dtype, self.kv_format))
-        buffers: list[np.ndarray | None] = [None] * 4 + [np.empty(shape(), kind)]
+
+        def empty(shape: Sequence[int | str], kind: np.dtype[Any] | type = np.float32) -> np.ndarray:
+            return np.empty([int(size) for size in shape], kind)
+
+        def cache(*, windows: bool) -> np.ndarray:
+            return empty(decoder.cache_shape(self.geometry, 1, 1, self.kv_format, windows=windows), kind)
+
+        buffers: list[np.ndarray | None] = [*[None] * 4, cache(windows=False)]
         if self.geometry.windows_apart:
-            buffers += [None, np.empty(shape(windows=True), kind)]
+            buffers += [None, cache(windows=True)]
         if self.geometry.recurrence is not None:
-            states = decoder.state_shapes(self.geometry, 1)
-            buffers += [None] * 4 + [np.empty(each, np.float32) for each in states]
+            buffers += [*[None] * 4, *(empty(each) for each in decoder.state_shapes(self.geometry, 1))]
         return kernels_of(self._read([*buffers, None]))
 
     def libraries(self) -> list[Library]:
