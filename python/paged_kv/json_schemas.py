@@ -132,9 +132,9 @@ def relax(schema: Any, problem_of: ProblemOf, seconds: float) -> tuple[Any, list
     """A schema that can be enforced and accepts all that another accepts, and what was taken from that one.
 
     Keywords go one by one, each from the smallest part that has the problem alone. Where that takes more than the
-    seconds, the schema of anything is left.
+    seconds of the CPU, the schema of anything is left.
     """
-    until = time.monotonic() + seconds
+    until = time.process_time() + seconds
     problem = problem_of(schema)
     if not problem:
         return schema, []
@@ -145,7 +145,7 @@ def relax(schema: Any, problem_of: ProblemOf, seconds: float) -> tuple[Any, list
     for _ in range(_MOST_ROUNDS):
         if not (problem := problem_of(relaxed)):
             return relaxed, problems
-        if time.monotonic() > until:
+        if time.process_time() > until:
             break
         place = locate(relaxed, problem, problem_of, until)
         if place not in problems:
@@ -180,14 +180,14 @@ def locate(schema: Any, problem: str, problem_of: ProblemOf, until: float) -> Pr
     while has_moved:
         has_moved = False
         for pointer, _ in parts(place, at(schema, place), deep=False):
-            if time.monotonic() > until:
+            if time.process_time() > until:
                 return Problem(place, problem)
             if _same(problem_of(by_itself(schema, pointer)), problem):
                 place, has_moved = pointer, True
                 break
     node = at(schema, place)
     for keyword in sorted(node, key=lambda name: (_rank(name), f'"{name}"' not in problem)):
-        if time.monotonic() > until:
+        if time.process_time() > until:
             break
         if keyword not in ("$defs", "definitions") and not _same(
             problem_of(by_itself(schema, place, keyword)), problem

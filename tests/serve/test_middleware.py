@@ -204,7 +204,7 @@ def test_memory_after_large_requests_that_were_refused(server):
 def test_a_body_just_within_the_limit_is_refused_for_its_prompt(server):
     status, said = answer(server, post(json.dumps({"model": "demo", "prompt": "y" * 250_000}).encode(), BEARER))
     assert status == 400
-    assert "has 250000 characters, which is too long for requests of 4096 tokens" in said["message"]
+    assert "length is 4096 tokens. However, your prompt resulted in 250000 characters" in said["message"]
 
 
 def test_half_a_minute_among_rude_clients(server):
