@@ -40,7 +40,8 @@ ROPES = (
 )  # fmt: skip
 OF_ROPES = {
     "factor": 2.0, "partial_rotary_factor": 0.5, "attention_factor": 1.7, "mscale": 0.7, "mscale_all_dim": 0.5,
-    "beta_fast": 4.0, "beta_slow": 0.1, "truncate": False, "low_freq_factor": 2.0, "high_freq_factor": 8.0, "alpha": 8.0,
+    "beta_fast": 4.0, "beta_slow": 0.1, "truncate": False, "low_freq_factor": 2.0, "high_freq_factor": 8.0,
+    "alpha": 8.0,
     "original_max_position_embeddings": 24, "llama_4_scaling_beta": 0.4, "rope_theta": 123.0, "type": "linear",
 }  # fmt: skip
 """Keys that a rotation may have, and values to add."""
@@ -82,7 +83,7 @@ class Case:
         return any(ours.get(key, DROPPED) != theirs.get(key, DROPPED) for key in self.read)
 
     def run(self, config):
-        """The logits of transformers by weights that depend on names and shapes alone, and the shapes; None: no model."""
+        """transformers' logits by weights that depend on names and shapes alone, and the shapes; None: no model."""
         try:
             with no_init_weights(), torch.no_grad():
                 model = self.model_class(config).eval()

@@ -1,4 +1,4 @@
-"""Every key of every family's config.json, changed: where the logits of transformers change, ours do or it is refused."""
+"""Every key of each family's config.json, changed: where transformers' logits change, ours do or it is refused."""
 
 import numpy as np
 import pytest

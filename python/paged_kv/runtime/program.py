@@ -42,8 +42,8 @@ class Slot:
 
     def take(self, size: Word) -> None:
         """Grows it to hold a value of this size too."""
-        larger = (max(*each) for each in zip(self.size[:2], size[:2], strict=True))
-        self.size = Word(*larger, size.symbol)
+        constant, coefficient = max(self.size.constant, size.constant), max(self.size.coefficient, size.coefficient)
+        self.size = Word(constant, coefficient, size.symbol)
 
 
 class Program:
