@@ -83,7 +83,7 @@ class Case:
         return any(ours.get(key, DROPPED) != theirs.get(key, DROPPED) for key in self.read)
 
     def run(self, config):
-        """transformers' logits by weights that depend on names and shapes alone, and the shapes; None: no model."""
+        """Logits of transformers by weights that depend on names and shapes alone, and the shapes; None: no model."""
         try:
             with no_init_weights(), torch.no_grad():
                 model = self.model_class(config).eval()
