@@ -38,8 +38,8 @@ def compile_command(
 
     Such a step serves all models of one shape (layers, sizes, kinds of weights), dtype, kind of cache and CPU target,
     on any prompts, lengths, page sizes and numbers of pages. Another version of paged-kv, MAX or Mojo needs another
-    one. A step in the cache folder is found by itself; a folder of --out may go to other machines, where `generate --compiled`
-    names it. It holds machine code: take none from people whose programs you would not run.
+    one. A step in the cache folder is found by itself; a folder of --out may go to other machines, where
+    `generate --compiled` names it. It holds machine code: take none from people whose programs you would not run.
     """
     from paged_kv.engine.step import build_libraries, check_target, compile_checkpoint
     from paged_kv.runtime.graph_reading import UnknownGraph
