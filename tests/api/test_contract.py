@@ -88,6 +88,11 @@ def read_only(array: np.ndarray) -> np.ndarray:
     return array
 
 
+def differentiable(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(array).requires_grad_()
+
+
+GRADIENT = "{name} requires a gradient, and paged_kv's operators compute none: call them under torch.inference_mode()"
 RESULTS = ("out", "lse")
 ITSELF = "is to be written, but some of its elements share memory"
 
@@ -249,9 +254,11 @@ RUNS = [
     Row("out", part(slice(-1)), ShapeError, "out: shape [{fewer}, 4, 8], planned"),
     Row("out", dtype("float16"), ContractTypeError, "out: dtype float16, planned float32"),
     Row("out", read_only, ContractError, "out is read-only"),
+    Row("out", differentiable, ContractTypeError, GRADIENT),
     Row("lse", part(slice(None), slice(3)), ShapeError, "lse: shape [{all}, 3], planned ["),
     Row("lse", dtype("float64"), ContractTypeError, "lse: dtype float64, planned float32"),
     Row("lse", read_only, ContractError, "lse is read-only"),
+    Row("lse", differentiable, ContractTypeError, GRADIENT),
     Row("lse_layout", "HND", ContractError, "lse_layout must be one of NH, HN, not 'HND'"),
     Row("lse_layout", "HN", ShapeError, "lse: shape [5, 4], planned "),
     # Options of a run.
@@ -355,6 +362,7 @@ APPENDS = [
     Row("last_page_len", at(1, 5), PageTableError, "last_page_len: request 1 has 5, outside [0, page_size = 4]"),
     Row("page_size", 2, ShapeError, "page_size is 2, "),
     Row("cache", read_only, ContractError, "{name} is read-only"),
+    Row("cache", differentiable, ContractTypeError, GRADIENT),
     Row("cache", part(..., slice(0), slice(None), slice(None)), ContractError, "page_size must be at least 1, not 0",
         NOT_DENSE),
     Row("kpe_cache", part(slice(None), slice(2)), ShapeError, "is (4, 2), ckv_cache's is (4, 4)"),
@@ -373,9 +381,11 @@ MERGES = [
     Row("state", np.broadcast_to(np.float32(0), (3, 2, 2**16 + 8)), ShapeError, "{name}: head_dim is 65544, over 65536",
         "merge_state(_|$)"),
     Row("state", read_only, ContractError, "{name} is read-only", "in_place"),
+    Row("state", differentiable, ContractTypeError, GRADIENT, "in_place"),
     Row("sums", part(slice(2)), ShapeError, "{name}: shape [2, 2"),
     Row("sums", dtype("float64"), ContractTypeError, "{name}: dtype float64, expected float32"),
     Row("sums", read_only, ContractError, "{name} is read-only", "in_place"),
+    Row("sums", differentiable, ContractTypeError, GRADIENT, "in_place"),
     Row("other state", dtype("float16"), ContractTypeError, "{name}: dtype float16 differs from v"),
     Row("other sums", part(..., None), ShapeError, "{name}: shape [3, 2, 1], expected [3, 2]"),
     Row("mask", np.ones(3, np.int32), ContractTypeError, "mask: dtype int32, expected bool"),

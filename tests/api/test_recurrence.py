@@ -231,6 +231,63 @@ def test_what_is_refused(call, changes, error, message):
     assert isinstance(caught.value, error)
 
 
+def sized(requests, tokens, key_heads, heads, key_dim, width, every=2):
+    """Valid calls of these sizes, all that they may write given: functions, arguments and the shape of the output."""
+
+    def ones(*shape):
+        return np.ones(shape, np.float32)
+
+    rows, slots = (requests, tokens), np.arange(requests)
+    q, v, gates, state = (*rows, key_heads, key_dim), (*rows, heads, width), (*rows, heads), (heads, width, key_dim)
+    step = {"q": ones(*q), "k": ones(*q), "v": ones(*v), "a": ones(*gates), "b": ones(*gates)}
+    step |= {"A_log": ones(heads), "dt_bias": ones(heads), "output": ones(*v)}
+    pool = {"initial_state": ones(requests, *state), "initial_state_indices": slots, "state": None}
+    between = {"intermediate_states_buffer": ones(*rows, *state)}
+    turned = {"state": ones(requests, heads, key_dim, width)}
+    flat = {name: step[name].reshape(requests * tokens, *step[name].shape[2:]) for name in "qkv"}
+    kept = tokens // every * requests
+    flat |= {
+        "state_checkpoints": ones(kept, *state),
+        "checkpoint_cu_starts": np.arange(requests + 1) * (tokens // every),
+    }
+    flat |= {"checkpoint_every_n_tokens": every, "cu_seqlens": np.arange(requests + 1) * tokens}
+    flat |= {"output_state": ones(requests, *state), "output_final_state": True, "output": ones(*flat["v"].shape)}
+    scan = {"x": ones(*v), "dt": ones(*v), "B": ones(*q), "C": ones(*q), "D": ones(heads, width), "z": ones(*v)}
+    scan |= {"A": ones(*state), "state": ones(requests, *state), "dt_bias": ones(heads, width), "out": ones(*v)}
+    yield gated_delta_rule_decode_pretranspose, step | pool | between, v
+    yield gated_delta_rule_decode, step | turned, v
+    yield chunk_gated_delta_rule, flat, flat["v"].shape
+    yield selective_state_update, scan, v
+
+
+@pytest.mark.parametrize("empty", range(6))
+def test_any_size_may_be_0(empty):
+    """All but heads: they must be a multiple of those of keys, of which there is one at least."""
+    sizes = [0 if i == empty else size for i, size in enumerate((2, 4, 1, 2, 8, 6))]
+    for function, given, shape in sized(*sizes):
+        if 0 in sizes[2:4] and (sizes[2] == 0 or function is chunk_gated_delta_rule):
+            with pytest.raises(ShapeError, match=r"heads|groups"):
+                function(**given)
+            continue
+        found = function(**given)
+        assert (found[0] if isinstance(found, tuple) else found).shape == shape
+
+
+WRITTEN = ("state", "initial_state", "output", "out", "output_state", "state_checkpoints", "intermediate_states_buffer")
+
+
+def test_what_is_written_may_not_require_a_gradient():
+    for function, given, _ in sized(2, 4, 1, 2, 8, 6):
+        for name in set(WRITTEN) & {name for name, value in given.items() if value is not None}:
+            before = given[name].copy()
+            leaf = torch.from_numpy(before.copy()).requires_grad_()
+            with pytest.raises(ContractTypeError, match=f"^{name} requires a gradient, and paged_kv's operators"):
+                function(**given | {name: leaf})
+            assert np.array_equal(leaf.detach(), before)
+            with torch.no_grad():
+                function(**given | {name: leaf})
+
+
 @pytest.mark.parametrize("more", [{}, {"disable_state_update": True}])
 @pytest.mark.parametrize("call", [gated_delta_rule_decode, gated_delta_rule_decode_pretranspose])
 def test_what_is_written_is_no_other_argument(call, more):

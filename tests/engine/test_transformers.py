@@ -1,5 +1,6 @@
 """transformers' `generate` and `generate_batch` on pages: greedy tokens in float32 are those of transformers alone."""
 
+import contextlib
 import json
 import re
 import subprocess
@@ -27,9 +28,10 @@ import paged_kv.transformers
 from paged_kv import reference
 from paged_kv.errors import ContractError, ShapeError, ToolchainError
 from paged_kv.kv_formats import CODE_DTYPES, KVFormat
-from paged_kv.transformers import PagedCache, linear
+from paged_kv.transformers import PagedCache, linear, served
 from paged_kv.transformers.batching import PagedBlocks
 from paged_kv.transformers.cache import GIVEN, PagedLayer
+from paged_kv.transformers.served import why_not
 from support import harness
 from support.checkpoints import make_checkpoint
 from support.decoding import load_variants
@@ -77,7 +79,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 PROMPTS = [np.random.default_rng(n).integers(2, 256, n).tolist() for n in (1, 2, 17, 32, 33, 100, 255, 300)]
+RIGHT = torch.tensor([PROMPTS[4], PROMPTS[5][:33]])
 NEW_TOKENS = 10
+GREEDY = {"max_new_tokens": 5, "do_sample": False}
 BLOCKS = ContinuousBatchingConfig(num_blocks=8, page_size=16)
 TOLERANCE = 1e-3
 """The tolerance of the logarithm of a probability, in float32."""
@@ -93,6 +97,7 @@ def _variants() -> None:
 def _switched_off() -> Iterator[None]:
     yield
     paged_kv.transformers.disable()
+    served._warned.clear()
 
 
 def make(family: str, seed: int = 1, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -199,6 +204,8 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "beam search": lambda model: generate(model, num_beams=3),
     "several of the beams": lambda model: generate(model, num_beams=4, num_return_sequences=3, length_penalty=0.5),
     "prompts in parts": lambda model: generate(model, prefill_chunk_size=64),
+    "a cache by its name": lambda model: generate(model, [PROMPTS[4]], cache_implementation="dynamic"),
+    "a cache as in Gemma's files": lambda model: generate(model, [PROMPTS[4]], cache_implementation="hybrid"),
     "assisted": lambda model: generate(model, PROMPTS[4:5], assistant_model=make("Gemma3Text", seed=2)),
     "prompt lookup": lambda model: generate(model, [PROMPTS[5] * 2], prompt_lookup_num_tokens=3),
 }
@@ -235,10 +242,56 @@ def test_a_cache_is_used_again(gemma: Any, monkeypatch: pytest.MonkeyPatch) -> N
         assert turns(gemma, PagedCache(gemma.config)) == expected
 
 
-def test_a_mask_with_holes_is_built(gemma: Any) -> None:
-    expected = with_holes(gemma)
+@pytest.mark.parametrize("family", ["Gemma3Text", "Gemma2", "GptOss"])
+def test_any_mask_is_computed(family: str) -> None:
+    """Soft caps and sinks beside it too."""
+    model, right = make(family), torch.tensor([[1] * 33, [1] * 20 + [0] * 13])
+    calls = [with_holes, lambda model: model.generate(RIGHT, attention_mask=right, **GREEDY).tolist()]
+    expected = [call(model) for call in calls]
+    with paged_kv.transformers.enabled(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [call(model) for call in calls] == expected
+
+
+SECOND_TURNS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "more padding": lambda model, ids, given: model.generate(ids, attention_mask=padding(8, ids), **given),
+    "a hole": lambda model, ids, given: model.generate(
+        ids, attention_mask=padding(5, ids).index_fill(1, torch.tensor(9), 0), **given
+    ),
+    "no cache": lambda model, ids, given: model.generate(ids, attention_mask=padding(5, ids), use_cache=False, **given),
+    "a forward pass": lambda model, ids, given: model(
+        ids[:, -2:], attention_mask=padding(5, ids), **{GIVEN: given[GIVEN]}
+    ).logits.argmax(-1),
+}
+
+
+def padding(tokens: int, ids: torch.Tensor) -> torch.Tensor:
+    """A mask that hides the first tokens of the first of two sequences."""
+    mask = torch.ones_like(ids)
+    mask[0, :tokens] = 0
+    return mask
+
+
+@pytest.mark.parametrize("turn", SECOND_TURNS)
+@pytest.mark.filterwarnings("ignore:paged_kv.transformers does not serve")
+def test_a_cache_of_pages_is_a_cache_for_other_code_and_masks_too(turn: str, gemma: Any) -> None:
+    found = []
+    for call in (contextlib.nullcontext, paged_kv.transformers.enabled):
+        with call(), torch.no_grad():
+            first = gemma.generate(RIGHT, attention_mask=padding(5, RIGHT), return_dict_in_generate=True, **GREEDY)
+            ids = torch.cat([first.sequences, RIGHT[:, :1]], 1)
+            found.append(SECOND_TURNS[turn](gemma, ids, GREEDY | {GIVEN: first[GIVEN]}).tolist())
+    assert found[0] == found[1]
+
+
+def test_padding_that_was_not_stored_cannot_be_shown(gemma: Any) -> None:
     with paged_kv.transformers.enabled():
-        assert with_holes(gemma) == expected
+        first = gemma.generate(RIGHT, attention_mask=padding(5, RIGHT), return_dict_in_generate=True, **GREEDY)
+        message = f"attention_mask: sequence 0 begins with 3 hidden tokens, expected at least 5: {GIVEN}"
+        with pytest.raises(ContractError, match=message):
+            gemma.generate(
+                first.sequences, attention_mask=padding(3, first.sequences), **{GIVEN: first[GIVEN]}, **GREEDY
+            )
 
 
 def test_shared_prefixes_and_forks_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,8 +404,9 @@ def test_a_model_that_is_not_served_says_so_once() -> None:
         ({GIVEN: "DynamicCache"}, f"{GIVEN} is a DynamicCache"),
         ({"cache_implementation": "static"}, "cache_implementation is 'static'"),
         ({"use_cache": False}, "use_cache is False"),
+        ({"attention_mask": torch.zeros(1, 17, dtype=torch.long)}, "attention_mask hides all tokens of a sequence"),
     ],
-    ids=["a cache", "a kind of cache", "no cache"],
+    ids=["a cache", "a kind of cache", "no cache", "nothing to see"],
 )
 def test_a_call_that_is_not_served(options: dict[str, Any], reason: str, gemma: Any) -> None:
     if GIVEN in options:
@@ -360,6 +414,70 @@ def test_a_call_that_is_not_served(options: dict[str, Any], reason: str, gemma: 
     ids = torch.tensor([PROMPTS[2]])
     with paged_kv.transformers.enabled(), pytest.warns(UserWarning, match=reason):
         gemma.generate(ids, max_new_tokens=2, do_sample=False, **options)
+
+
+def compiled(module: Any) -> None:
+    module.forward = torch.compile(module.forward, backend="eager")
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "compiled": (lambda model: model.compile(backend="eager"), "its attention is compiled by torch"),
+    "a compiled forward": (compiled, "its attention is compiled by torch"),
+    "a compiled layer": (lambda model: compiled(model.model.layers[1]), "its attention is compiled by torch"),
+    "a layer in training": (lambda model: model.model.layers[1].train(), "dropout is 0.5"),
+    "another window": (lambda model: setattr(model.config, "sliding_window", 5), "layer 0 forgets what is outside"),
+    "a compiled MLP": (lambda model: compiled(model.model.layers[1].mlp), ""),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_verdict_is_that_of_the_model_as_it_is(change: str) -> None:
+    model, (make_change, reason) = make("Llama", attention_dropout=0.5), CHANGES[change]
+    with paged_kv.transformers.enabled():
+        assert why_not(model, "generate") is None
+        make_change(model)
+        assert (why_not(model, "generate") or "").startswith(reason)
+
+
+class Streamed(list[Any]):
+    """A streamer."""
+
+    def put(self, value: torch.Tensor) -> None:
+        self.append(value.tolist())
+
+    def end(self) -> None:
+        self.append("end")
+
+
+def test_a_call_that_fails_before_its_first_token_is_left_to_transformers() -> None:
+    """One layer's mask is dropped by a hook: pages do not hold the padding that it shows."""
+    model = make("Llama")
+    with paged_kv.transformers.enabled():
+        assert why_not(model, "generate") is None
+    model.model.layers[1].register_forward_pre_hook(
+        lambda _, args, given: (args, given | {"attention_mask": None}), with_kwargs=True
+    )
+
+    def call(**more: Any) -> Any:
+        torch.manual_seed(3)
+        streamed = Streamed()
+        tokens = model.generate(
+            RIGHT, attention_mask=padding(5, RIGHT), max_new_tokens=5, do_sample=True, streamer=streamed, **more
+        )
+        return tokens.tolist(), streamed, torch.rand(1).item()
+
+    expected = call()
+    for cache in ({}, {GIVEN: PagedCache(model.config)}):
+        served._warned.clear()
+        with paged_kv.transformers.enabled(), pytest.warns(UserWarning, match="sequence 0 begins with 0 hidden tokens"):
+            assert call(**cache) == expected
+
+
+def test_a_call_that_transformers_refuses_too_is_refused_in_its_words(gemma: Any) -> None:
+    with paged_kv.transformers.enabled(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(IndexError, match="index out of range"):
+            gemma.generate(torch.tensor([[1, 10**6]]), **GREEDY)
 
 
 @pytest.mark.parametrize("kv_format", CODE_DTYPES)
