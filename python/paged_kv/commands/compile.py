@@ -36,10 +36,10 @@ def compile_command(
     They serve all models of the same dtypes and kinds of weights. A step that holds what they lack, and one of --out or
     --target, is compiled by MAX as a graph of its own.
 
-    Such a step serves all models of one shape (layers, sizes, kinds of weights), dtype, kind of cache and CPU target, on
-    any prompts, lengths, page sizes and numbers of pages. Another version of paged-kv, MAX or Mojo needs another one. A
-    step in the cache folder is found by itself; a folder of --out may go to other machines, where `generate --compiled`
-    names it. It holds machine code: take none from people whose programs you would not run.
+    Such a step serves all models of one shape (layers, sizes, kinds of weights), dtype, kind of cache and CPU target,
+    on any prompts, lengths, page sizes and numbers of pages. Another version of paged-kv, MAX or Mojo needs another
+    one. A step in the cache folder is found by itself; a folder of --out may go to other machines, where `generate
+    --compiled` names it. It holds machine code: take none from people whose programs you would not run.
     """
     from paged_kv.engine.step import build_libraries, check_target, compile_checkpoint
     from paged_kv.runtime.graph_reading import UnknownGraph
