@@ -3,16 +3,14 @@
 import lzma
 
 import pytest
-from max.driver import get_virtual_cpu_target
 
 from paged_kv.cli import _run
 from paged_kv.engine import model
 from paged_kv.engine.step import demo_libraries
 from paged_kv.runtime.compile_key import Sources
-from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
+from paged_kv.runtime.cpu_target import REQUIRED_FLAGS, apply_cpu_target
 from paged_kv.runtime.kernel_build import KernelFile, _write_index
 from paged_kv.runtime.libraries import load, user_libraries
-from paged_kv.runtime.session import default_runtime
 from paged_kv.runtime.store import seal
 from support import kernels_ahead
 
@@ -23,8 +21,7 @@ STATISTICS = 3
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """The files as the builder writes them, of the libraries that the cache folder has."""
-    default_runtime()
-    target = get_virtual_cpu_target()
+    target = apply_cpu_target()
     if target is None:
         pytest.skip("no target is known that this CPU can run")
     folder, libraries = tmp_path_factory.mktemp("kernels"), demo_libraries()
