@@ -59,6 +59,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--hostile-seed", type=int, default=0, help="what the cases of tests/hostile are drawn from")
     parser.addoption("--hostile-cases", type=int, default=1250, help="how many cases of tests/hostile there are")
+    parser.addoption("--every-value", action="store_true", help="of test_config_keys.py, all values of each key")
     parser.addoption(
         "--emulate-amx",
         action="store_true",

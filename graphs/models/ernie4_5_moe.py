@@ -31,6 +31,8 @@ def read(fields: Fields) -> DecoderConfig:
         sums_to_one=True,
         shared_inner=inner * fields.integer("moe_num_shared_experts", default=2, least=0),
     )
+    if experts is not None and fields.number("moe_norm_min", 1e-12, 0.0) > experts.chosen / experts.count:
+        raise fields.error("moe_norm_min", "greater than the least sum of the chosen scores: is not supported")
     return replace(ernie4_5.read(known), experts=experts)
 
 

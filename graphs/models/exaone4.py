@@ -32,7 +32,7 @@ def _of_metadata(values: Mapping[str, Any], number: Number) -> dict[str, Any]:
     """The largest model has windows whether its file names them or not."""
     del number
     if values.get("num_hidden_layers") != 64 or "sliding_window" in values:
-        return {}
+        return {"sliding_window": values.get("sliding_window")}
     types = ["full_attention" if (index + 1) % 4 == 0 else "sliding_attention" for index in range(64)]
     return {"sliding_window": 4096, "layer_types": types}
 
@@ -41,6 +41,6 @@ FAMILY = Family(
     architecture="Exaone4ForCausalLM",
     model_type="exaone4",
     read=read,
-    missing={"num_key_value_heads": 32},
+    missing={"num_key_value_heads": 32, "sliding_window": 4096},
     gguf=Gguf("exaone4", layer=LAYER | NORMS_AFTER, windows=4, rope_tensors=(FREQUENCIES,), finish=_of_metadata),
 )

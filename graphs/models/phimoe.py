@@ -46,6 +46,7 @@ def _sharpened(fields: Fields) -> Fields:
     if short != long:
         raise rope.error("long_mscale", f"only that of short texts, short_mscale = {short:g}, is supported")
     changed = {"rope_parameters": {**rope.values, "attention_factor": short}, "rope_scaling": None}
+    changed["original_max_position_embeddings"] = None  # that of the rotation counts
     return Fields(fields.file, {**fields.values, **changed}, fields.prefix)
 
 

@@ -4,6 +4,7 @@ import copy
 import inspect
 import re
 import zlib
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -13,6 +14,7 @@ from transformers.initialization import no_init_weights
 
 from paged_kv.checkpoint.config import config_of
 from paged_kv.engine.step import StepGraph
+from paged_kv.errors import CheckpointError
 from support.checkpoints import CONFIG
 from support.families import BASE, CASES, LATENT_CASES
 
@@ -41,8 +43,8 @@ ROPES = (
 OF_ROPES = {
     "factor": 2.0, "partial_rotary_factor": 0.5, "attention_factor": 1.7, "mscale": 0.7, "mscale_all_dim": 0.5,
     "beta_fast": 4.0, "beta_slow": 0.1, "truncate": False, "low_freq_factor": 2.0, "high_freq_factor": 8.0,
-    "alpha": 8.0,
-    "original_max_position_embeddings": 24, "llama_4_scaling_beta": 0.4, "rope_theta": 123.0, "type": "linear",
+    "alpha": 8.0, "original_max_position_embeddings": 24, "llama_4_scaling_beta": 0.4, "rope_theta": 123.0,
+    "type": "linear",
 }  # fmt: skip
 """Keys that a rotation may have, and values to add."""
 DROPPED = object()
@@ -75,7 +77,16 @@ class Case:
     def geometry_of(self, values):
         """All that a step is built of: the same geometry is the same graph and the same weights."""
         config = config_of(copy.deepcopy(values), "config.json")
-        return StepGraph.of(config, None).geometry
+        if config.max_position_embeddings < TOKENS.size:
+            raise CheckpointError("the text is longer than the context")
+        return replace(StepGraph.of(config, None).geometry, draft_layers=0)
+
+    def normal_geometry(self, config):
+        """The same of the configuration as transformers saves it, or the words with which that is refused."""
+        try:
+            return self.geometry_of(config.to_dict() | {"architectures": self.values["architectures"]})
+        except CheckpointError as error:
+            return f"refused as transformers saves it: {error}"
 
     def is_read(self, config):
         """Tell if transformers' model reads something that is different in `config`: else its logits are the same."""
@@ -83,7 +94,7 @@ class Case:
         return any(ours.get(key, DROPPED) != theirs.get(key, DROPPED) for key in self.read)
 
     def run(self, config):
-        """Logits of transformers by weights that depend on names and shapes alone, and the shapes; None: no model."""
+        """The logits of transformers by weights of names and shapes alone, and the shapes; None: no model."""
         try:
             with no_init_weights(), torch.no_grad():
                 model = self.model_class(config).eval()
@@ -149,7 +160,7 @@ def _changes(key, value):
     """What a key may become: with its name, and those of keys inside."""
     if value is not None:
         yield f"{key}, dropped", DROPPED
-        yield key, None
+        yield f"{key}, null", None
     if key in ("rope_parameters", "rope_scaling"):
         for rope in ROPES:
             yield f"{key} = {rope}", rope
