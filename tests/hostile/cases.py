@@ -12,6 +12,7 @@ from hostile.calls_attention import Single, Wrapper
 from hostile.calls_cascade import Levels, SharedPrefix
 from hostile.calls_mla import Latent
 from hostile.calls_page import Append, AppendLatent, Positions, SeqLens
+from hostile.calls_recurrences import NewTokens, Prompts
 from hostile.calls_states import Functional, Merge
 from hostile.calls_torch import TorchAppend, TorchAttention, TorchGather, TorchLinear
 from hostile.calls_trees import Trees
@@ -31,6 +32,8 @@ CALLS: list[Any] = [
     *(Wrapper("paged"), Wrapper("paged"), Wrapper("ragged"), Wrapper("mixed"), Single("prefill"), Trees()),
     *(Levels(), Levels(), SharedPrefix("decode"), SharedPrefix("prefill"), Latent()),
     *(TorchAttention(), TorchAttention(), TorchAppend(), TorchGather(), TorchLinear()),
+    *(NewTokens("gated_delta_rule_decode"), NewTokens("gated_delta_rule_decode_pretranspose")),
+    *(NewTokens("selective_state_update"), Prompts()),
 ]
 MOST_CHARACTERS = 1500
 """The longest line of an error's message."""

@@ -211,6 +211,19 @@ def read_only(at: Change) -> str | None:
     return "read-only"
 
 
+def gradient(at: Change) -> str | None:
+    """A leaf of torch that requires a gradient: it may be read, and not written."""
+    argument = at.argument
+    if "float" not in argument.view.dtype.name or not argument.view.flags.writeable:
+        return None
+    value = as_kind(argument.view, "torch")
+    if value is None:
+        return None
+    argument.value, argument.view, argument.kind = value.requires_grad_(), argument.view.view(), "torch"
+    argument.view.flags.writeable = False
+    return "requires a gradient"
+
+
 def alias(at: Change) -> str | None:
     """The memory of another argument, from some place on, as this one's shape and dtype."""
     argument = at.argument
@@ -277,7 +290,7 @@ def thing(at: Change) -> str | None:
 BENIGN = (kind, index_dtype)
 OF_ARRAYS = (
     *(kind, index_dtype, jax, dtype, endianness, negative, order, sliced, unaligned, expanded, overlapping, huge),
-    *(shape, swapped, read_only, alias, alias, alias, elements, elements, elements, scaled, thing, thing),
+    *(shape, swapped, read_only, gradient, alias, alias, alias, elements, elements, elements, scaled, thing, thing),
 )
 
 

@@ -132,8 +132,16 @@ def require_host(arrays: Mapping[str, Any]) -> None:
 
 
 def floats(name: str, array: Any, shape: Sequence[int | None], legal: Sequence[str] = Q_DTYPES) -> Floats:
-    """An array of floats as float32. Raises as `checked`."""
-    return np.ascontiguousarray(checked(name, array, shape, legal).astype(np.float32))
+    """An array of floats as float32.
+
+    Raises: as `checked`, and
+        ContractError: it does not fit in memory.
+    """
+    view = checked(name, array, shape, legal)
+    try:
+        return np.ascontiguousarray(view.astype(np.float32))
+    except MemoryError as error:
+        raise ContractError(f"{name}: shape {list(view.shape)} of float32 does not fit in memory") from error
 
 
 def checked(name: str, array: Any, shape: Sequence[int | None], legal: Sequence[str] = Q_DTYPES) -> npt.NDArray[Any]:
@@ -153,12 +161,13 @@ def checked(name: str, array: Any, shape: Sequence[int | None], legal: Sequence[
 
 def softplus(x: Floats) -> Floats:
     """`ln(1 + exp(x))`."""
-    return np.logaddexp(x, 0, dtype=np.float32)
+    with np.errstate(invalid="ignore"):
+        return np.logaddexp(x, 0, dtype=np.float32)
 
 
 def sigmoid(x: Floats) -> Floats:
     """`1 / (1 + exp(-x))`."""
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         return np.asarray(1 / (1 + np.exp(-x)), np.float32)
 
 
@@ -193,14 +202,14 @@ def write_all(results: Sequence[tuple[Written, Any, Any]], read: Mapping[str, An
     others = [(name, HOST.view(array, name)) for name, array in read.items() if array is not None]
     check_written(HOST, [(into.name, into.view) for into, _, _ in results], others)
     mark_written([into.array for into, _, _ in results])
-    with np.errstate(over="ignore"):  # a number that float16 does not have is infinite there
+    with np.errstate(over="ignore", invalid="ignore"):  # a number that float16 does not have is infinite there
         for into, places, values in results:
             into.view[places] = np.asarray(values).astype(into.view.dtype)
 
 
 def like(array: Any, result: Floats) -> Any:
     """The result in the dtype and the kind of an array."""
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         return HOST.like(array, result.astype(HOST.view(array, "q").dtype))
 
 

@@ -134,6 +134,8 @@ def _decode(
     pool = {"state": state, "initial_state": initial_state, "intermediate_states_buffer": intermediate_states_buffer}
     require_host({**read, **pool, "output": output})
     requests, tokens, key_heads, key_dim = checked("q", q, [None] * 4).shape
+    for name in "qkv":  # before anything is copied
+        checked(name, read[name], [requests, tokens, *((key_heads, key_dim) if name != "v" else (None, None))])
     queries, keys = (floats(name, read[name], [requests, tokens, key_heads, key_dim]) for name in "qk")
     values = floats("v", v, [requests, tokens, None, None])
     heads, width = values.shape[2:]
@@ -168,7 +170,7 @@ def _decode(
     def turned(x: Any) -> Any:
         return x if keys_first else x.swapaxes(-1, -2)
 
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         decays = np.exp(-np.exp(rate_of) * softplus(decays + bias))
     found = recurrence(
         "delta_rule",

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from paged_kv.arguments import flag, integer
+from paged_kv.arguments import LARGEST_INDEX, flag, integer
 from paged_kv.arrays.host import HOST
 from paged_kv.arrays.types import ArrayT, SupportsDLPack
 from paged_kv.calls.offsets import check_offsets
@@ -81,8 +81,9 @@ def chunk_gated_delta_rule(
     given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
     require_host({**given, "output": output, "output_state": output_state, "state_checkpoints": state_checkpoints})
     rows, _, key_dim = checked("q", q, [None] * 3).shape
-    queries, keys = floats("q", q, [None] * 3), floats("k", k, [rows, None, key_dim])
-    queries, keys, values = _grouped(queries, keys, floats("v", v, [rows, None, None]))
+    shapes = {"q": [None] * 3, "k": [rows, None, key_dim], "v": [rows, None, None]}
+    _check_heads(*(checked(name, given[name], shape).shape[1] for name, shape in shapes.items()))
+    queries, keys, values = _grouped(*(floats(name, given[name], shape) for name, shape in shapes.items()))
     heads, width = values.shape[1:]
     ones = np.ones((rows, heads), np.float32)
     decays = ones if g is None else floats("g", g, [rows, heads], ("float32",))
@@ -98,7 +99,7 @@ def chunk_gated_delta_rule(
     before = None
     if initial_state is not None:
         before = floats("initial_state", initial_state, [len(counts), *of_state], STATE_DTYPES).swapaxes(2, 3)
-    every = integer("checkpoint_every_n_tokens", checkpoint_every_n_tokens, 0)
+    every = integer("checkpoint_every_n_tokens", checkpoint_every_n_tokens, 0, LARGEST_INDEX)
     wanted = flag("output_final_state", output_final_state)
     factor = (key_dim or 1) ** -0.5 if scale is None else checked_number(scale, "scale") or (key_dim or 1) ** -0.5
     into = None if output is None else Written.of("output", output, [rows, heads, width])
@@ -139,17 +140,21 @@ def chunk_gated_delta_rule(
 
 
 def _grouped(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    """Q, k and v with as many heads of q as of k, which divide those of v.
+    """Q, k and v with as many heads of q as of k, which divide those of v."""
+    if q.shape[1] == k.shape[1]:
+        return q, k, v
+    return q, *(np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+
+
+def _check_heads(of_q: int, of_k: int, of_v: int) -> None:
+    """Refuses numbers of heads that do not fit.
 
     Raises:
-        ShapeError: they do not fit.
+        ShapeError: as said.
     """
-    of_q, of_k, of_v = q.shape[1], k.shape[1], v.shape[1]
-    if of_q == of_k and of_q and of_v and of_v % of_q == 0:
-        return q, k, v
-    if of_k == of_v and of_k and of_q % of_k == 0:
-        return q, np.repeat(k, of_q // of_k, axis=1), np.repeat(v, of_q // of_v, axis=1)
-    raise ShapeError(f"k: {of_k} heads, with {of_q} of q and {of_v} of v")
+    is_of_values, is_of_queries = of_q == of_k and of_v, of_k == of_v and of_q
+    if not of_k or not ((is_of_values and of_v % of_q == 0) or (is_of_queries and of_q % of_k == 0)):
+        raise ShapeError(f"k: {of_k} heads, with {of_q} of q and {of_v} of v")
 
 
 def _places(every: int, counts: list[int], checkpoints: Any, starts: Any) -> list[int] | None:

@@ -118,6 +118,7 @@ def selective_state_update(
     outer = given[: rank - 2]
     held = Written.of("state", state, [None, heads, width, None], STATE_DTYPES)
     available, state_size = held.view.shape[0], held.view.shape[3]
+    checked("dt", dt, given)  # before anything is copied
     inputs, steps = (floats(name, read[name], given) for name in ("x", "dt"))
     of_b, of_c = (floats(name, read[name], [*outer, None, state_size]) for name in "BC")
     groups = of_b.shape[-2]
@@ -148,7 +149,7 @@ def selective_state_update(
     def rows(array: Any) -> Any:
         return array[busy].reshape(len(busy) * tokens, *array.shape[len(outer) :])
 
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         decays = np.exp(rates * steps)
     found = recurrence(
         "selective_scan",
@@ -162,10 +163,11 @@ def selective_state_update(
     )
     y = np.zeros(given, np.float32)
     y[busy] = found.o.reshape(len(busy), *given[1:])
-    y += floats("D", D, [heads, width]) * inputs
-    if z is not None:
-        gate = floats("z", z, given)
-        y *= gate * sigmoid(gate)
+    with np.errstate(over="ignore", invalid="ignore"):
+        y += floats("D", D, [heads, width]) * inputs
+        if z is not None:
+            gate = floats("z", z, given)
+            y *= gate * sigmoid(gate)
     idle = np.ones(requests, bool)
     idle[busy] = False
     y[idle] = 0
