@@ -12,12 +12,13 @@ from paged_kv.graphs.models.fields import Fields
 
 def read(fields: Fields) -> DecoderConfig:
     bias = fields.boolean("attention_bias")
+    scale = fields.with_missing(attention_multiplier=1.0)  # null is 1 / sqrt(head_dim)
     return read_config(
         fields,
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=fields.boolean("mlp_bias"),
-        sm_scale=fields.number("attention_multiplier", default=1.0),
+        sm_scale=None if scale.get("attention_multiplier") is None else scale.number("attention_multiplier"),
         embedding_multiplier=fields.number("embedding_multiplier", default=1.0),
         residual_multiplier=fields.number("residual_multiplier", default=1.0),
         logits_divisor=fields.number("logits_scaling", default=1.0),
