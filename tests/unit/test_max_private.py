@@ -29,6 +29,9 @@ KNOWN = {each.name for title in (*PYTHON, *SERVER) for each in private_names(tit
 OVERRIDDEN = ("_create_model_config", "_load_state_dict")
 """Defined by us, so not seen as another's; tests/max_serve looks for them."""
 
+OF_OTHERS = ("_FinalizeInfo", "_Namespace__attrs", "_compiled_call_impl", "_set_vocab_none")
+"""Private names of Jinja, torch and llama.cpp's converter, which by an attribute alone cannot be told from MAX's."""
+
 
 def lacks(name: str, parameters: tuple[str, ...]) -> str:
     """The parts of a private name that are not there, in words; empty where all is."""
@@ -108,7 +111,11 @@ def test_the_users_of_a_row_use_it(title):
 
 
 def test_no_other_private_name_of_max_is_used():
-    unknown = [f"{use.file.relative_to(ROOT)}:{use.line}: {use.name}" for use in used() if not is_known(use)]
+    unknown = [
+        f"{use.file.relative_to(ROOT)}:{use.line}: {use.name}"
+        for use in used()
+        if not is_known(use) and use.name.rpartition(".")[2] not in OF_OTHERS
+    ]
     assert unknown == [], f"write it into a table of {PAGE.relative_to(ROOT)}, with what it is for"
 
 
