@@ -182,7 +182,7 @@ class NewTokens:
         return [expected_of(output[1], like.view)]
 
     def rows(self, given: Arguments, shape: tuple[int, ...], keys: int) -> list[Any]:
-        """Of each request q with its scale, k and v, its gates, and what follows its outputs."""
+        """For each request q with its scale, k and v, its gates, and what follows its outputs."""
         b, t, h, _ = shape
         heads = model.array(given["q"], b, t, None, keys, dtypes=FLOATS).shape[2]
         require(heads and h % heads == 0, "heads")

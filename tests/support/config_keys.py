@@ -157,7 +157,7 @@ def _weight(name, shape):
 
 
 def _changes(key, value):
-    """What a key may become: with its name, and those of keys inside."""
+    """The values that a key may become: with its name, and those of keys inside."""
     if value is not None:
         yield f"{key}, dropped", DROPPED
         yield f"{key}, null", None

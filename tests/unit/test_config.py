@@ -124,7 +124,7 @@ BY_LAYER = {"full_attention": PLAIN, "sliding_attention": PLAIN | {"rope_theta":
     ],
 )
 def test_rope_scaling_beside_rope_parameters_is_what_transformers_makes_of_it(tmp_path, family, values):
-    """What transformers 5 saves, to which a user adds the scaling of a model's card."""
+    """The values that transformers 5 saves, to which a user adds the scaling of a model's card."""
     config_class = getattr(transformers, f"{family}{'Text' if family == 'Gemma3' else ''}Config")
     own = {"architectures": [f"{family}ForCausalLM"], "model_type": config_class.model_type}
     own |= {"hidden_activation": "gelu_pytorch_tanh"} if family == "Gemma3" else {}
