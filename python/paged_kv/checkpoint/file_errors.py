@@ -1,7 +1,7 @@
 """The one place where whatever reading a model's file raises becomes a `CheckpointError` that names the file.
 
 What can be wrong with a file is checked where it is read, with a message for it. A file from anybody may still be wrong
-in a way that nobody thought of, and the libraries that read it raise what they like: that ends here, at the entrances
+in a way that no check expects, and the libraries that read it raise what they like: that ends here, at the entrances
 (configuration, headers, weights, tokenizer, chat templates), and not as a traceback at the command line.
 """
 
