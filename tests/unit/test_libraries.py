@@ -200,7 +200,7 @@ def test_what_a_kernel_says_is_raised(monkeypatch):
     said = module.ctypes.create_string_buffer(b"row_lengths: row 0 has length -3")
     freed = []
     monkeypatch.setattr(module, "_FREE", freed.append)
-    assert module._taken(module.ctypes.addressof(said)) == "row_lengths: row 0 has length -3"
+    assert module.refusal(module.ctypes.addressof(said)) == "row_lengths: row 0 has length -3"
     assert freed == [module.ctypes.addressof(said)]
 
 

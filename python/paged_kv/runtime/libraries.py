@@ -271,12 +271,13 @@ def _function(library: ctypes.CDLL, name: str) -> Function:
     def call(operands: bytes) -> None:
         message = function(operands)
         if message:
-            raise ContractError(_taken(message))
+            raise ContractError(refusal(message))
 
     return call
 
 
-def _taken(message: int) -> str:
+def refusal(message: int) -> str:
+    """The text of a kernel's refusal at an address, whose memory is freed."""
     try:
         return ctypes.string_at(message).decode(errors="replace")
     finally:

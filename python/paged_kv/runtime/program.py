@@ -16,7 +16,7 @@ import numpy as np
 
 from paged_kv.errors import ContractError
 from paged_kv.runtime.graph_reading import Array, ReadGraph, UnknownGraph, Value, Word
-from paged_kv.runtime.libraries import Kernel, load
+from paged_kv.runtime.libraries import Kernel, load, refusal
 from paged_kv.runtime.program_ops import Call, Layers, calls_of
 from paged_kv.runtime.team import workers
 
@@ -159,7 +159,7 @@ class Program:
             message = self._run(_address(self._call))
             if message:
                 op = self.operations[self.of_call[int(self._stopped[0])]]
-                raise ContractError(f"{op.name}: {_taken(message)}")
+                raise ContractError(f"{op.name}: {refusal(message)}")
         return outputs
 
     def _sizes(self, inputs: Sequence[Array]) -> dict[str, int]:
@@ -250,12 +250,3 @@ def _numpy(value: Value) -> np.dtype[Any]:
 def _address(array: Array) -> int:
     address: int = array.__array_interface__["data"][0] if array.size else 0
     return address
-
-
-def _taken(message: int) -> str:
-    try:
-        return ctypes.string_at(message).decode(errors="replace")
-    finally:
-        free = ctypes.CDLL(None).free
-        free.argtypes, free.restype = [ctypes.c_void_p], None
-        free(message)
