@@ -16,9 +16,9 @@ from pathlib import Path
 
 from paged_kv.errors import ContractError
 
-PIECE_BYTES = 27_500_000
+PIECE_BYTES = 27_000_000
 TRANSFER_BYTES = 2 * PIECE_BYTES
-"""With the 11 MB of a checkout that travels beside it, a transfer stays below 64 MiB."""
+"""With the 12 MB of a checkout that travels beside it, a transfer stays below 64 MiB."""
 _BLOCK = 1 << 20
 # Calls of x86 code are made absolute first, and the dictionary spans a whole library.
 _FILTERS = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 64 << 20}]

@@ -73,7 +73,7 @@ class Parameters:
         of_blocks = iter(quantised_linear(x, *quantised) if quantised else [])
         ys = [next(of_blocks if isinstance(weight, QuantisedWeight) else products) for weight in weights]
         biases = [self.values.get(f"{name}.bias") for name in names]
-        return [y if bias is None else y + bias for y, bias in zip(ys, biases, strict=True)]
+        return [y if bias is None else y + ops.cast(bias, y.dtype) for y, bias in zip(ys, biases, strict=True)]
 
     def norm(self, name: str | None, x: TensorValue, eps: float | None = None) -> TensorValue:
         """The norm of the last axis, without weights where `name` is None; with the configuration's `eps` where that
@@ -115,7 +115,8 @@ class Parameters:
             for weight in weights
         ]
         biases = [self.values.get(f"{name}.bias") for name in names]
-        return [y if bias is None else y + ops.gather(bias, chosen, axis=0) for y, bias in zip(ys, biases, strict=True)]
+        biases = [bias if bias is None else ops.gather(bias, chosen, axis=0) for bias in biases]
+        return [y if bias is None else y + ops.cast(bias, y.dtype) for y, bias in zip(ys, biases, strict=True)]
 
     def weight(self, name: str) -> TensorValue | QuantisedWeight:
         """A weight as it multiplies."""

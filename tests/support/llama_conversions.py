@@ -205,7 +205,8 @@ def main(asked):
     convert_hf_to_gguf.get_model_class = without_vocabulary
     ModelBase.load_hparams = staticmethod(plain_configuration)
     clone = Path(convert_hf_to_gguf.__file__).parent
-    commit = subprocess.check_output(["git", "log", "-1", "--format=%H %cs"], cwd=clone, text=True).split()
+    log = ["git", "log", "-1", "--format=%H %cs"]
+    commit = subprocess.check_output(log, cwd=clone, text=True, timeout=60).split()
     runs = [(name, ()) for name in CONVERSIONS]
     for name, options in runs + [(name, (option,)) for option, names in OPTIONS.items() for name in names]:
         title = " ".join((name, *options)).replace(", ", "-").replace(" --", "-").replace(" ", "_")

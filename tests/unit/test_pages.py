@@ -18,9 +18,9 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 METAPHORS = re.compile(r"\b(?:rooms?(?! for)|doors?|seams?|roads?|houses?)\b", re.IGNORECASE)
 """Words that stood for folders, modules and interfaces, where those have names of their own."""
 INLINE = re.compile(r"`([^`\n]+)`")
-OPTION = re.compile(r"--[a-z][a-z-]*")
-FOREIGN = {"--interleave", "--continuous-batching", "--pdb", "--ignore"}
-"""Options of numactl, transformers and pytest."""
+OPTION = re.compile(r"--[a-z][a-zA-Z-]*")
+FOREIGN = {"--interleave", "--continuous-batching", "--pdb", "--ignore", "--disallowedTools"}
+"""Options of numactl, transformers, pytest and Claude Code."""
 ELSEWHERE = {"CHANGELOG.md", "docs/max-serve.md", "docs/vllm.md", "docs/notes/arm.md", "docs/notes/new-max.md"}
 """Pages with options of other projects' commands, and with those that were once here."""
 

@@ -146,6 +146,12 @@ def test_the_numbers_of_calls_lie_one_after_the_other():
         ("AddOp", [value(T, 8), value(B, 8)], "operands whose rows differ"),
         ("CastOp", [value(T, 8, dtype=DType.bfloat16)], "a conversion of bfloat16 to bfloat16"),
         ("TanhOp", [value(T, 8, dtype=DType.float16)], "unary of float16"),
+        ("AddOp", [value(T, 8), value(8, dtype=DType.bfloat16)], "AddOp of bfloat16 where float32 is expected"),
+        (
+            "paged_kv_linear",
+            [value(T, 8), value(8, 8), value(8, 8, dtype=DType.bfloat16)],
+            "paged_kv_linear of bfloat16",
+        ),
     ],
 )
 def test_what_no_kernel_computes_is_not_known(name, operands, words):

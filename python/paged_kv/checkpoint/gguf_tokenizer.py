@@ -232,7 +232,7 @@ class _Vocabulary:
         """
         scores = self._numbers("scores", "fi")
         if scores is None:
-            scores = np.zeros(len(self.tokens))
+            scores = np.zeros(len(self.tokens), np.float64)
         if not np.isfinite(scores).all():
             raise self._error("scores", float(scores[~np.isfinite(scores)][0]), "finite numbers are expected")
         found: list[tuple[float, int, int, int, int]] = []

@@ -27,7 +27,7 @@ from paged_kv.options import CacheRotation
 from paged_kv.runtime.artefacts import compile_ahead
 from paged_kv.runtime.compile_key import MODELS, CompileKey
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
-from paged_kv.runtime.graph_reading import KernelsInLibraries, ReadGraph, read_graph
+from paged_kv.runtime.graph_reading import KernelsInLibraries, ReadGraph, graph_building, read_graph
 from paged_kv.runtime.libraries import Kernel, Library, load
 from paged_kv.runtime.program import Program, kernels_of
 from paged_kv.runtime.session import default_runtime
@@ -96,10 +96,11 @@ class StepGraph:
         return list(dict.fromkeys(kernel.library for kernel in self.kernels()))
 
     def _read(self, buffers: Sequence[np.ndarray | None]) -> ReadGraph:
-        module = Module()
-        library = KernelsInLibraries()
-        decoder.build_step(self.geometry, self.dtype, module, kv_format=self.kv_format, library=library)
-        return read_graph(module, buffers)
+        with graph_building():
+            module = Module()
+            library = KernelsInLibraries()
+            decoder.build_step(self.geometry, self.dtype, module, kv_format=self.kv_format, library=library)
+            return read_graph(module, buffers)
 
 
 def demo_libraries() -> list[Library]:

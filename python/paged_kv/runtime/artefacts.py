@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
-from max._mlir_context import ensure_default_mlir_context
 from max.driver import get_virtual_cpu_target
 from max.engine import CompiledModel, InferenceSession, Model, read
 from max.engine.api import _COMPILATION_LOCK
@@ -25,12 +23,11 @@ from paged_kv.errors import ToolchainError
 from paged_kv.graphs.ops import compiled_kernels, kernels
 from paged_kv.runtime.compile_key import CompileKey, Sources, digests_of
 from paged_kv.runtime.cpu_target import CpuInfo, check_cpu_runs
+from paged_kv.runtime.graph_reading import graph_building
 from paged_kv.runtime.installed import InstalledStore
 from paged_kv.runtime.kernel_library import kernel_library
 from paged_kv.runtime.places import origin, places
 from paged_kv.runtime.store import Artefact, Store, user_store
-
-_COMPILING = Lock()
 
 
 def load_graphs(
@@ -178,7 +175,7 @@ def compile_graphs(
         ToolchainError: the Mojo sources do not compile, or MAX cannot compile the graphs (its own cache is on a disk
             that is full).
     """
-    with _COMPILING, ensure_default_mlir_context():  # MAX has entered it in the main thread alone
+    with graph_building():
         module, library = Module(), kernel_library(kernels())
         with compiled_kernels(library):
             build(module, names)

@@ -7,12 +7,15 @@ MAX has no public way to walk a graph; the names of its own that this takes are 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401  (NumPy then knows bfloat16 by name)
 import numpy as np
 from max._core.graph import _buffer_from_constant_attr
+from max._mlir_context import ensure_default_mlir_context
 from max.driver import CPU
 from max.dtype import DType
 from max.graph import BufferType, DeviceRef, Dim, KernelLibrary, Module, StaticDim, SymbolicDim, TensorType
@@ -21,6 +24,14 @@ from max.graph.dim import AlgebraicDim
 from paged_kv.errors import ContractError
 
 Array = np.ndarray[Any, Any]
+_BUILDING = Lock()
+
+
+@contextmanager
+def graph_building() -> Iterator[None]:
+    """Where graphs are built, by one thread at a time: MAX has entered its context in the main thread alone."""
+    with _BUILDING, ensure_default_mlir_context():
+        yield
 
 
 class KernelsInLibraries(KernelLibrary):

@@ -19,6 +19,7 @@ UNARY = ("TanhOp", "FloorOp", "Log1pOp", "RsqrtOp", "GeluTanhOp")
 """In the order of `mojo_ops/layers/pointwise.mojo`."""
 BINARY = ("AddOp", "SubOp", "MulOp", "DivOp")
 _COMPUTING = ("paged_kv_rms_norm", "paged_kv_linear", "paged_kv_add_scaled", "AddOp")
+_DTYPES = {"f": DType.float32, "i": DType.int32, "u": DType.uint32, "b": DType.uint8}
 _ENCODING_BITS = 5
 _ROPE_THETA = 3
 
@@ -61,11 +62,32 @@ def calls_of(op: Operation, layers: Layers) -> list[Call]:
         UnknownGraph: there is no kernel for it.
     """
     if op.name in UNARY or op.name in BINARY:
-        return [_pointwise(op, layers)]
-    read = _OPS.get(op.name)
-    if read is None:
+        read, dtypes = _pointwise, "x|xx"
+    elif op.name in _OPS:
+        read, dtypes = _OPS[op.name]
+    else:
         raise UnknownGraph(f"the operation {op.name}")
+    _check_dtypes(op, dtypes)
     return [read(op, layers)]
+
+
+def _check_dtypes(op: Operation, expected: str) -> None:
+    """Holds the dtypes of an operation's values against the ones that its kernel reads: a kernel gets addresses alone.
+
+    Args:
+        expected: A letter of `_DTYPES` for each result, `|`, and one for each operand; `x` and `w` are each one dtype
+            throughout, `?` is any, and a last `*` repeats the letter before it.
+
+    Raises:
+        UnknownGraph: one has another dtype.
+    """
+    letters = dict(_DTYPES)
+    for values, sequence in zip((op.results, op.operands), expected.split("|"), strict=True):
+        if sequence.endswith("*"):
+            sequence = sequence[:-1] + sequence[-2] * (len(values) - len(sequence) + 1)
+        for value, letter in zip(values, sequence, strict=False):
+            if letter != "?" and letters.setdefault(letter, value.dtype) != value.dtype:
+                raise UnknownGraph(f"{op.name} of {value.dtype.name} where {letters[letter].name} is expected")
 
 
 def _take_rows(op: Operation, layers: Layers) -> Call:
@@ -339,32 +361,33 @@ def _cache(op: Operation, operands: Sequence[Value]) -> list[Word]:
     return [*memory, start, *strides, v_start, *strides, head_dim, table.address, *table.shape]
 
 
-_OPS: dict[str, Callable[[Operation, Layers], Call]] = {
-    "CastOp": _convert,
-    "paged_kv_take_rows": _take_rows,
-    "paged_kv_take_columns": _take_columns,
-    "paged_kv_rms_norm": _rms_norm,
-    "paged_kv_rotate": _rotate,
-    "paged_kv_hadamard": _hadamard,
-    "paged_kv_rotary_tables": _rotary_tables,
-    "paged_kv_add_scaled": _add_scaled,
-    "paged_kv_gate_units": _gate_units,
-    "paged_kv_widen": _convert,
-    "paged_kv_step_rows": _step_rows,
-    "paged_kv_ragged_rows": _ragged_rows,
-    "paged_kv_linear": _linear,
-    "paged_kv_quantised_linear": _quantised_linear,
-    "paged_kv_quantised_rows": _quantised_rows,
-    "GatherOp": _gather,
-    "ReduceMeanOp": _mean,
-    "paged_kv_choose_experts": _choose_experts,
-    "paged_kv_gate_halves": _gate_halves,
-    "paged_kv_weighted_sum": _weighted_sum,
-    "paged_kv_expert_linear": _expert_linear,
-    "paged_kv_quantised_experts": _quantised_experts,
-    "paged_kv_causal_conv1d": _causal_conv1d,
-    "paged_kv_linear_recurrence": _linear_recurrence,
-    "paged_kv_gated_norm": _gated_norm,
-    "paged_kv_append": _append,
-    "paged_kv_attention": _attention,
+_OPS: dict[str, tuple[Callable[[Operation, Layers], Call], str]] = {
+    "CastOp": (_convert, "?|?*"),
+    "paged_kv_take_rows": (_take_rows, "x|xi"),
+    "paged_kv_take_columns": (_take_columns, "x|x?"),
+    "paged_kv_rms_norm": (_rms_norm, "x|x?f"),
+    "paged_kv_rotate": (_rotate, "x|xff"),
+    "paged_kv_hadamard": (_hadamard, "x|x"),
+    "paged_kv_rotary_tables": (_rotary_tables, "ff|iff"),
+    "paged_kv_add_scaled": (_add_scaled, "x|xxf"),
+    "paged_kv_gate_units": (_gate_units, "x|xx"),
+    "paged_kv_widen": (_convert, "?|?"),
+    "paged_kv_step_rows": (_step_rows, "ii|iu"),
+    "paged_kv_ragged_rows": (_ragged_rows, "ii|uu"),
+    "paged_kv_linear": (_linear, "x*|xw*"),
+    "paged_kv_quantised_linear": (_quantised_linear, "x*|xb*"),
+    "paged_kv_quantised_rows": (_quantised_rows, "f|bi"),
+    "GatherOp": (_gather, "x|xi?*"),
+    "ReduceMeanOp": (_mean, "f|f?*"),
+    "paged_kv_choose_experts": (_choose_experts, "fi|ffif"),
+    "paged_kv_gate_halves": (_gate_halves, "x|xf"),
+    "paged_kv_weighted_sum": (_weighted_sum, "x|xf"),
+    "paged_kv_expert_linear": (_expert_linear, "x|x?i"),
+    "paged_kv_quantised_experts": (_quantised_experts, "x*|xib*"),
+    "paged_kv_causal_conv1d": (_causal_conv1d, "f|xwwf?uiuii"),
+    "paged_kv_linear_recurrence": (_linear_recurrence, "f|ffffffiff?uiuii"),
+    "paged_kv_gated_norm": (_gated_norm, "x|fx?f"),
+    "paged_kv_append": (_append, "|xxii??u?*"),
+    "paged_kv_attention": (_attention, "?f|xii??u?ff?f"),
 }
+"""How an operation becomes a call, and the dtypes of its values as `_check_dtypes` reads them."""
