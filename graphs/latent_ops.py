@@ -122,8 +122,7 @@ def append_latent(
         APPEND,
         device=cache.device,
         values=[
-            ops.unsqueeze(kpe, 1),
-            ops.unsqueeze(ckv, 1),
+            *(ops.reshape(rows, [rows.shape[0], 1, rows.shape[1]]) for rows in (kpe, ckv)),
             batch_indices,
             positions,
             *cache.operands(layer, ckv.shape[1]),

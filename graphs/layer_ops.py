@@ -122,10 +122,14 @@ def _rms_norm_of_ops(x: TensorValue, weight: TensorValue, eps: float, offset: fl
     return ops.cast(weight, x.dtype) * ops.cast(scaled, x.dtype)
 
 
-def rotate(x: TensorValue, cos: TensorValue, sin: TensorValue) -> TensorValue:
+def rotate(x: TensorValue, cos: TensorValue, sin: TensorValue, *, pairs: bool = False) -> TensorValue:
     """Rotates the halves of the first `2 C` dimensions of every head of x `[N, H, D]` (rotate_half), in float32.
 
-    cos, sin `[N, C]` float32: of the angle by which dimensions `i` and `C + i` of a row turn.
+    Args:
+        x: The others of its dimensions are copied.
+        cos: `[N, C]` float32, of the angle by which dimensions `i` and `C + i` of a row turn.
+        sin: Of the same shape.
+        pairs: Dimensions `2 i` and `2 i + 1` turn together, and become dimensions `i` and `C + i`.
 
     Raises:
         ContractError, ContractTypeError, ShapeError: device, dtype or shape of an argument.
@@ -138,16 +142,20 @@ def rotate(x: TensorValue, cos: TensorValue, sin: TensorValue) -> TensorValue:
     check_value("cos", cos, DType.float32, [x.shape[0], None], x.device)
     check_value("sin", sin, DType.float32, list(cos.shape), x.device)
     if x.device.is_gpu():
-        return _rotate_of_ops(x, cos, sin)
-    (y,) = ops.custom(ROTATE, device=x.device, values=[x, cos, sin], out_types=[x.type])
+        return _rotate_of_ops(x, cos, sin, pairs)
+    (y,) = ops.custom(ROTATE, device=x.device, values=[x, cos, sin], out_types=[x.type], parameters={"pairs": pairs})
     return y.tensor
 
 
-def _rotate_of_ops(x: TensorValue, cos: TensorValue, sin: TensorValue) -> TensorValue:
+def _rotate_of_ops(x: TensorValue, cos: TensorValue, sin: TensorValue, pairs: bool) -> TensorValue:
     half = int(cos.shape[1])
     cos, sin = ops.unsqueeze(cos, 1), ops.unsqueeze(sin, 1)
     wide = ops.cast(x, DType.float32)
-    a, b = wide[:, :, :half], wide[:, :, half : 2 * half]
+    if pairs:
+        apart = ops.reshape(wide[:, :, : 2 * half], [*x.shape[:2], half, 2])
+        a, b = apart[:, :, :, 0], apart[:, :, :, 1]
+    else:
+        a, b = wide[:, :, :half], wide[:, :, half : 2 * half]
     parts = [a * cos - b * sin, b * cos + a * sin]
     if 2 * half < int(x.shape[-1]):
         parts.append(wide[:, :, 2 * half :])
@@ -290,6 +298,7 @@ def choose_experts(
     sigmoid: bool = False,
     sum_to_one: bool = False,
     scale: float = 1.0,
+    jitter: float = 0.0,
 ) -> tuple[TensorValue, TensorValue]:
     """The weights (float32) and indices (int32) of the `chosen` experts of each row of logits `[N, E]` float32, both
     `[N, chosen]`, in the order of their scores. On the CPU alone.
@@ -301,6 +310,9 @@ def choose_experts(
         sigmoid: Scores are sigmoids, not a softmax.
         sum_to_one: The weights are divided by their sum.
         scale: The weights are multiplied by it.
+        jitter: Where it is not 0, each weight is the expert's share of a softmax over those of the experts not chosen
+            before it whose logits are near its own, `m`: `(m - x) / max(|x|, m) <= 2 jitter` (PhiMoE's sparse mixture).
+            Then scores are those of a softmax, without bias and groups.
 
     Raises:
         ContractError, ContractTypeError, ShapeError: device, dtype or shape of an argument. Sizes that do not fit each
@@ -315,7 +327,7 @@ def choose_experts(
         check_value("bias", bias, DType.float32, [logits.shape[1]], logits.device)
     sizes = constant(np.array([groups, chosen_groups, sigmoid, sum_to_one], np.int32))
     kinds = [TensorType(dtype, [logits.shape[0], chosen], logits.device) for dtype in (DType.float32, DType.int32)]
-    values = [logits, bias, sizes, constant(np.array([scale], np.float32))]
+    values = [logits, bias, sizes, constant(np.array([scale, jitter], np.float32))]
     weights, experts = ops.custom(CHOOSE_EXPERTS, device=logits.device, values=values, out_types=kinds)
     return weights.tensor, experts.tensor
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from max.dtype import DType
-from max.graph import TensorValue, ops
+from max.graph import TensorValue
 
 from paged_kv.graphs import ops as paged
 from paged_kv.graphs.paged_cache import PagedCache
@@ -36,13 +35,7 @@ class Rotary:
         The rotated pairs come out as halves, all first members and then all second ones: in products of queries and
         keys that are both in this order it makes no difference.
         """
-        tokens, heads, dims = x.shape
-        count = int(self.cos.shape[1])
-        cos, sin = ops.unsqueeze(self.cos, 1), ops.unsqueeze(self.sin, 1)
-        pairs = ops.reshape(ops.cast(x[:, :, : 2 * count], DType.float32), [tokens, heads, count, 2])
-        a, b = pairs[:, :, :, 0], pairs[:, :, :, 1]
-        rotated = [ops.cast(part, x.dtype) for part in (a * cos - b * sin, b * cos + a * sin)]
-        return ops.concat([*rotated, x[:, :, 2 * count :]] if int(dims) > 2 * count else rotated, -1)
+        return paged.rotate(x, self.cos, self.sin, pairs=True)
 
     def of_rows(self, rows: TensorValue) -> Rotary:
         """Those of some rows, `[N]` int32."""

@@ -127,14 +127,15 @@ struct RmsNormRows:
 
 @extensibility.register("paged_kv_rotate")
 struct Rotate:
-    """Rotates the halves of the first `2 C` dimensions of every head, in float32; the others are copied. CPU only.
+    """Rotates the first `2 C` dimensions of every head as `RotaryRows` says, in float32; the others are copied. CPU
+    only.
 
-    x, y `[N, H, D]`; cos, sin `[N, C]` float32, `2 C <= D`.
+    x, y `[N, H, D]`; cos, sin `[N, C]` float32, `2 C <= D`; pairs: of adjacent dimensions.
     """
 
     @staticmethod
     def execute[
-        dtype: DType, //, target: StaticString
+        dtype: DType, //, target: StaticString, pairs: Bool
     ](
         y: OutputTensor[dtype=dtype, rank=3, ...],
         x: InputTensor[dtype=dtype, rank=3, ...],
@@ -158,6 +159,7 @@ struct Rotate:
             x.dim_size(1),
             x.dim_size(2),
             cos.dim_size(1),
+            pairs,
         ).run(parallelism_level(None))
 
 
@@ -293,7 +295,7 @@ struct ChooseExperts:
     """Chooses the experts of each row and their weights, as `ExpertChoice` says. CPU only.
 
     logits `[N, E]` float32; bias `[E]` float32, or empty; sizes `[4]` int32: groups, chosen groups, 1 for sigmoids,
-    1 for weights whose sum is 1; scale `[1]` float32. weights `[N, C]` float32, experts `[N, C]` int32.
+    1 for weights whose sum is 1; scale `[2]` float32: that of weights, and the jitter. weights `[N, C]` float32, experts `[N, C]` int32.
     """
 
     @staticmethod
@@ -314,7 +316,7 @@ struct ChooseExperts:
         check_equal("experts: its number of rows", experts.dim_size(0), logits.dim_size(0))
         check_equal("weights: its number of elements", weights.size(), experts.size())
         check_equal("sizes: its length", sizes.dim_size(0), 4)
-        check_equal("scale: its length", scale.dim_size(0), 1)
+        check_equal("scale: its length", scale.dim_size(0), 2)
         var has_bias = bias.dim_size(0) > 0
         if has_bias:
             check_equal("bias: its length", bias.dim_size(0), count)
@@ -340,7 +342,8 @@ struct ChooseExperts:
             has_bias,
             sigmoid,
             size[unsafe_offset=3] != 0,
-            untracked(scale.unsafe_ptr())[],
+            untracked(scale.unsafe_ptr())[unsafe_offset=0],
+            untracked(scale.unsafe_ptr())[unsafe_offset=1],
         ).run(parallelism_level(None))
 
 

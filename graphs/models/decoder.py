@@ -276,7 +276,9 @@ def _grown(q: TensorValue, positions: TensorValue, by: QueryGrowth) -> TensorVal
     """Queries `[T, Hq, D]` times their growth, which is rounded to their dtype first."""
     contexts = ops.floor((ops.cast(positions, DType.float32) + float(by.first)) / float(by.context))
     growth = ops.cast(ops.log1p(contexts) * by.beta + 1.0, q.dtype)
-    return q * ops.reshape(growth, [q.shape[0], 1, 1])
+    rows, heads, head_dim = q.shape
+    grown = paged.gate_units(ops.reshape(growth, [rows, 1]), ops.reshape(q, [rows, int(heads) * int(head_dim)]), "none")
+    return ops.reshape(grown, q.shape)
 
 
 def _feed_forward(parameters: Parameters, y: TensorValue, layer: int, beside: TensorValue | None = None) -> TensorValue:

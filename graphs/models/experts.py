@@ -35,9 +35,6 @@ def chosen_experts(
     (logits,) = parameters.linear(paged.widened(seen), router)  # [N, E]
     if experts.scales_input:
         return _of_scaled_inputs(parameters, x, logits, f"{at}.experts")
-    if experts.jitter is not None:
-        weights, chosen = _sparse_mixture(logits, experts.jitter)
-        return paged.weighted_sum(_expert_mlps(parameters, x, chosen, f"{at}.experts"), weights)
     weights, chosen = paged.choose_experts(
         logits,
         experts.chosen,
@@ -47,33 +44,26 @@ def chosen_experts(
         sigmoid=experts.sigmoid,
         sum_to_one=experts.sums_to_one,
         scale=experts.scale,
+        jitter=experts.jitter or 0,
     )
     if of_router is not None:
         weights = weights * paged.widened(ops.gather(parameters.values[f"{router}.per_expert_scale"], chosen, axis=0))
     return paged.weighted_sum(_expert_mlps(parameters, x, chosen, f"{at}.experts"), weights)
 
 
-def _sparse_mixture(scores: TensorValue, jitter: float) -> tuple[TensorValue, TensorValue]:
-    """Two experts of each row of `scores` `[N, E]`, as `Experts.jitter` says: weights and experts, `[N, 2]` each."""
-    _, chosen = paged.choose_experts(scores, 2)
-    zero, none = (constant(np.array([value], np.float32), scores.device) for value in (0, -np.inf))
-    every = constant(np.arange(int(scores.shape[1]), dtype=np.int32), scores.device)
-    weights, left = [], scores
-    for _ in range(2):
-        greatest = ops.max(left, axis=-1)
-        is_far = (greatest - scores) / ops.max(ops.abs(scores), greatest) > 2 * jitter
-        weights.append(1.0 / ops.sum(ops.where(is_far, zero, ops.exp(left - greatest)), axis=-1))
-        left = ops.where(ops.equal(chosen[:, :1], every), none, scores)
-    return ops.concat(weights, axis=-1), chosen
-
-
 def _of_scaled_inputs(parameters: Parameters, x: TensorValue, logits: TensorValue, at: str) -> TensorValue:
     experts = parameters.config.experts
     assert experts is not None
-    scores, chosen = ops.top_k(logits, experts.chosen, axis=-1)
-    scales = ops.cast(ops.sigmoid(scores), x.dtype)
-    scaled = ops.unsqueeze(x, 1) * ops.unsqueeze(scales, 2)  # [N, C, hidden]
-    return ops.squeeze(ops.sum(_expert_mlps(parameters, scaled, ops.cast(chosen, DType.int32), at), axis=1), 1)
+    scores, chosen = paged.choose_experts(logits, experts.chosen, sigmoid=True)
+    scales = ops.cast(scores, x.dtype)
+    rows, hidden = x.shape
+
+    def of_choice(index: int) -> TensorValue:
+        scale, expert = (paged.take_columns(each, index, 1) for each in (scales, chosen))
+        scaled = ops.reshape(paged.gate_units(scale, x, "none"), [rows, 1, hidden])
+        return ops.reshape(_expert_mlps(parameters, scaled, expert, at), [rows, hidden])
+
+    return sum((of_choice(index) for index in range(1, experts.chosen)), of_choice(0))
 
 
 def _expert_mlps(parameters: Parameters, x: TensorValue, chosen: TensorValue, at: str) -> TensorValue:

@@ -45,9 +45,11 @@ def latent_attention(
         (q,) = parameters.linear(paged.take_rows(x, wanted), q_proj)
         of_q, q_rotary = rows.of_rows(wanted), rotary.of_rows(wanted)
 
-    c, k_rope = ops.split(kv, [latent.kv_rank, latent.rope_dim], axis=-1)
+    c, k_rope = paged.split_columns(kv, [latent.kv_rank, latent.rope_dim])
     c = parameters.norm(f"{at}.kv_a_layernorm", c, LatentSizes.NORM_EPS)
-    k_rope = rotary.of_pairs(ops.unsqueeze(k_rope, 1))[:, 0]
+    tokens = k_rope.shape[0]
+    k_rope = rotary.of_pairs(ops.reshape(k_rope, [tokens, 1, latent.rope_dim]))
+    k_rope = ops.reshape(k_rope, [tokens, latent.rope_dim])
     c, k_rope = (ops.cast(y, cache.dtype) for y in (c, k_rope))
     paged.append_latent(cache, c, k_rope, rows.batch, rows.slots, layer=layer)
 
@@ -55,8 +57,10 @@ def latent_attention(
         q = parameters.norm(f"{at}.q_a_layernorm", q, LatentSizes.NORM_EPS)
         (q,) = parameters.linear(q, f"{at}.q_b_proj")
     heads = config.num_attention_heads
-    q = ops.reshape(q, [q.shape[0], heads, config.head_dim])
-    q_nope, q_rope = ops.split(q, [latent.nope_dim, latent.rope_dim], axis=-1)
+    q_nope = paged.take_columns(q, 0, latent.nope_dim, groups=heads)
+    q_nope = ops.reshape(q_nope, [q.shape[0], heads, latent.nope_dim])
+    q_rope = paged.take_columns(q, latent.nope_dim, latent.rope_dim, groups=heads)
+    q_rope = ops.reshape(q_rope, [q.shape[0], heads, latent.rope_dim])
     o, _ = paged.mla_attention(
         cache,
         by_head(q_nope, parameters.values[f"{at}.k_up_proj.weight"]),

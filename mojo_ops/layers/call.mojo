@@ -126,6 +126,8 @@ struct RotateCall(TrivialRegisterPassable):
     var heads: Int
     var head_dim: Int
     var half: Int
+    var pairs: Int
+    """1: adjacent dimensions are rotated."""
     var workers: Workers
 
     def run[dtype: DType](self):
@@ -138,6 +140,7 @@ struct RotateCall(TrivialRegisterPassable):
             self.heads,
             self.head_dim,
             self.half,
+            self.pairs != 0,
         ).run(self.workers)
 
 
@@ -351,7 +354,7 @@ struct MeanCall(TrivialRegisterPassable):
 
 @fieldwise_init
 struct ChooseExpertsCall(TrivialRegisterPassable):
-    """`ExpertChoice`; `scale` is the address of a float32, `bias` 0 where there is none."""
+    """`ExpertChoice`; `bias` is 0 where there is none."""
 
     var weights: Int
     var experts: Int
@@ -366,6 +369,7 @@ struct ChooseExpertsCall(TrivialRegisterPassable):
     var sigmoid: Int
     var sum_to_one: Int
     var scale: Int
+    """The address of the scale and the jitter, float32."""
     var workers: Workers
 
     def run(self):
@@ -382,7 +386,8 @@ struct ChooseExpertsCall(TrivialRegisterPassable):
             self.has_bias != 0,
             self.sigmoid != 0,
             self.sum_to_one != 0,
-            memory_at[DType.float32](self.scale)[],
+            memory_at[DType.float32](self.scale)[unsafe_offset=0],
+            memory_at[DType.float32](self.scale)[unsafe_offset=1],
         ).run(self.workers)
 
 

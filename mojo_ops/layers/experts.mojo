@@ -19,6 +19,8 @@ struct ExpertChoice(TrivialRegisterPassable):
     descending order, of equal ones the lowest index first; from the `chosen_groups` groups whose greatest score, of
     sigmoids the sum of their two greatest, is greatest. Weights are scores without the bias, divided by their sum where
     they `sum_to_one`, times `scale`. NaN is chosen last, and an index is always one of `count`.
+
+    Where `jitter` is not 0, weights are those of `weigh_near` (SparseMixer, arXiv:2409.12136).
     """
 
     var weights: FloatPointer
@@ -34,6 +36,7 @@ struct ExpertChoice(TrivialRegisterPassable):
     var sigmoid: Bool
     var sum_to_one: Bool
     var scale: Float32
+    var jitter: Float32
 
     @no_inline
     def run(self, workers: Workers):
@@ -53,6 +56,8 @@ struct ExpertChoice(TrivialRegisterPassable):
                 if self.groups > 1:
                     self.open_greatest_groups(by, open, of_groups, open_groups)
                 self.choose(row, scores, by, open)
+                if self.jitter != 0:
+                    self.weigh_near(row)
 
         for_rows(task, self.rows, 64 * self.count, workers)
 
@@ -113,6 +118,24 @@ struct ExpertChoice(TrivialRegisterPassable):
         var factor = self.scale / total if self.sum_to_one else self.scale
         for at in range(self.chosen):
             weights[unsafe_offset=at] = weights[unsafe_offset=at] * factor
+
+    def weigh_near(self, row: Int):
+        """Writes as each weight the expert's share of a softmax over those not chosen before it whose logits x are near
+        its own m: `(m - x) / max(|x|, m) <= 2 jitter`.
+        """
+        var logits = self.logits.unsafe_offset(row * self.count)
+        var experts = self.experts.unsafe_offset(row * self.chosen)
+        for at in range(self.chosen):
+            var m = logits[unsafe_offset=Int(experts[unsafe_offset=at])]
+            var total = Float32(0)
+            for e in range(self.count):
+                var x = logits[unsafe_offset=e]
+                var is_far = (m - x) / max(abs(x), m) > 2 * self.jitter
+                for earlier in range(at):
+                    is_far = is_far or Int(experts[unsafe_offset=earlier]) == e
+                if not is_far:
+                    total += exp(x - m)
+            self.weights.unsafe_offset(row * self.chosen + at)[] = self.scale / total
 
 
 def greatest_of(values: List[Float32], open: List[Bool], first: Int, end: Int) -> Int:

@@ -7,9 +7,10 @@ from ..isa.threads import Workers, for_rows
 
 @fieldwise_init
 struct RotaryRows[dtype: DType](TrivialRegisterPassable):
-    """Rotates halves: dimension `i < half` by dimension `half + i`, each by the angle `[row, i]`; the rest is copied.
+    """Rotates the first `2 half` dimensions of every head, two by two, each by the angle `[row, i]`; the rest is copied.
 
-    x, y `[rows, heads, head_dim]`; cos, sin `[rows, half]`.
+    Dimension `i < half` is rotated with dimension `half + i`. Of `pairs`, it is dimension `2 i` with `2 i + 1`, which
+    become dimensions `i` and `half + i` of y. x, y `[rows, heads, head_dim]`; cos, sin `[rows, half]`.
     """
 
     var y: Pointer[Scalar[Self.dtype], MutUntrackedOrigin]
@@ -20,6 +21,7 @@ struct RotaryRows[dtype: DType](TrivialRegisterPassable):
     var heads: Int
     var head_dim: Int
     var half: Int
+    var pairs: Bool
 
     @no_inline
     def run(self, workers: Workers):
@@ -47,7 +49,14 @@ struct RotaryRows[dtype: DType](TrivialRegisterPassable):
     def rotate_part[width: Int](self, row: Int, at: Int, d: Int):
         var cos = self.cos.unsafe_load[width=width](row * self.half + d)
         var sin = self.sin.unsafe_load[width=width](row * self.half + d)
-        var a = widen[width](self.x.unsafe_offset(at + d))
-        var b = widen[width](self.x.unsafe_offset(at + self.half + d))
+        var a: SIMD[DType.float32, width]
+        var b: SIMD[DType.float32, width]
+        if self.pairs:
+            var both = widen[2 * width](self.x.unsafe_offset(at + 2 * d)).deinterleave()
+            a = rebind[type_of(a)](both[0])
+            b = rebind[type_of(b)](both[1])
+        else:
+            a = widen[width](self.x.unsafe_offset(at + d))
+            b = widen[width](self.x.unsafe_offset(at + self.half + d))
         self.y.unsafe_store(at + d, narrow[Self.dtype](a * cos - b * sin))
         self.y.unsafe_store(at + self.half + d, narrow[Self.dtype](b * cos + a * sin))

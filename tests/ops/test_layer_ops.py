@@ -41,7 +41,8 @@ def build(module):
         for name, options in (("plain", {}), ("offset", {"offset": OFFSET}), ("once", {"rounds_once": True})):
             add(f"layer_norm_{name}_{dtype}", lambda x, w, o=options: ops.rms_norm(x, w, EPS, **o), x, weight)
         add(f"layer_norm_heads_{dtype}", lambda x, w: ops.rms_norm(x, w, EPS), heads, weight)
-        add(f"layer_rotate_{dtype}", ops.rotate, heads, table, table)
+        for name, pairs in (("rotate", False), ("rotate_pairs", True)):
+            add(f"layer_{name}_{dtype}", lambda *x, pairs=pairs: ops.rotate(*x, pairs=pairs), heads, table, table)
         for dim in HADAMARD_DIMS[dtype]:
             add(f"layer_hadamard_{dim}_{dtype}", ops.hadamard, kind(dtype, "T", "H", dim))
         add(f"layer_add_{dtype}", lambda x, y: ops.add_scaled(x, y, FACTOR), x, y)
@@ -192,16 +193,19 @@ def test_a_norm_of_heads_is_that_of_its_rows():
     assert_bits_equal(execute("norm_heads_bfloat16", x, weight), rows.reshape(x.shape), what="y")
 
 
+@pytest.mark.parametrize("name", ["rotate", "rotate_pairs"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("rows", "heads", "dim", "half"), [(1, 1, 8, 4), (3, 2, 40, 20), (5, 3, 40, 7), (200, 8, 64, 32)]
 )
-def test_rotation(dtype, rows, heads, dim, half):
+def test_rotation(name, dtype, rows, heads, dim, half):
     x, angles = sample(dtype, rows, heads, dim), sample("float32", rows, half, seed=1)
     cos, sin = np.cos(angles), np.sin(angles)
-    found = execute(f"rotate_{dtype}", x, cos, sin)
+    found = execute(f"{name}_{dtype}", x, cos, sin)
     x64, cos64, sin64 = wide(x, cos[:, None], sin[:, None])
     a, b = x64[..., :half], x64[..., half : 2 * half]
+    if name == "rotate_pairs":
+        a, b = x64[..., : 2 * half : 2], x64[..., 1 : 2 * half : 2]
     exact = np.concatenate([a * cos64 - b * sin64, b * cos64 + a * sin64, x64[..., 2 * half :]], -1)
     assert_near(found, exact, dtype)
     assert_rounded_once(found, exact, 1e-6 * np.abs(x64).max())

@@ -21,6 +21,7 @@ CHOICES = {
     "biased": (6, {"bias": True, "sum_to_one": True}),
     "groups": (3, {"groups": 4, "chosen_groups": 2, "scale": 16.0}),
     "sigmoids": (3, {"sigmoid": True, "bias": True, "groups": 4, "chosen_groups": 1, "sum_to_one": True}),
+    "near": (3, {"jitter": 0.1, "scale": 2.0}),
 }
 """Numbers of chosen experts and the options of `choose_experts`; the bias is an input."""
 UNITS = {"silu": None, "clamped": (1.702, 0.7)}
@@ -54,7 +55,9 @@ def execute(name, *arrays):
     return results[0] if len(results) == 1 else results
 
 
-def expected_choice(logits, chosen, bias=None, groups=1, chosen_groups=1, sigmoid=False, sum_to_one=False, scale=1.0):
+def expected_choice(
+    logits, chosen, bias=None, groups=1, chosen_groups=1, sigmoid=False, sum_to_one=False, scale=1.0, jitter=0
+):
     """Indices and float64 weights of one row."""
     logits = logits.astype(np.float64)
     scores = (
@@ -67,6 +70,11 @@ def expected_choice(logits, chosen, bias=None, groups=1, chosen_groups=1, sigmoi
     is_open = np.isin(np.arange(len(by)) // grouped.shape[1], open_groups)
     experts = np.argsort(np.where(is_open, -by, np.inf), kind="stable")[:chosen]
     weights = scores[experts]
+    for index, expert in enumerate(experts if jitter else ()):
+        own = logits[expert]
+        near = (own - logits) / np.maximum(np.abs(logits), own) <= 2 * jitter
+        near[experts[:index]] = False
+        weights[index] = 1 / np.exp(logits[near] - own).sum()
     return experts, weights / (weights.sum() if sum_to_one else 1) * scale
 
 

@@ -70,7 +70,7 @@ def test_a_request_is_answered_as_in_one_process(start, tmp_path):
         ("/chat/completions", chat | {"logprobs": True, "top_logprobs": 2}),
         ("/chat/completions", called),
         ("/completions", {"prompt": "x", "temperature": -1}),
-        ("/completions", {"prompt": "x", "unknown": 1}),
+        ("/completions", {"prompt": "x", "unknown": 1, "max_tokens": 4, "temperature": 0}),
         ("/tokenize", {"prompt": "x"}),
     ]
     answers = []

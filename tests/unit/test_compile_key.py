@@ -1,8 +1,10 @@
 """Sources that a compiled graph's key depends on: they are changed in a copy of the package; nothing is compiled."""
 
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import PurePosixPath
 
 import pytest
 
@@ -12,6 +14,7 @@ from paged_kv.graphs import ops
 from paged_kv.runtime import compile_key
 from paged_kv.runtime.compile_key import MODELS, CompileKey, Sources, toolchain
 from paged_kv.runtime.cpu_target import CpuInfo
+from paged_kv.runtime.libraries import Kernel, program_of
 from paged_kv.runtime.variants import Variant
 from support.ci_modules import ci_module
 
@@ -95,6 +98,30 @@ def test_a_copy_has_the_keys_of_the_original(tree):
 )
 def test_a_change_of_a_file_changes_the_keys_of_what_is_made_of_it(changed, file, found):
     assert changed(edit(file)) == found
+
+
+LIBRARIES = [
+    *(Kernel(kind, dtypes).library for kind in ("attention", "latent") for dtypes in [("float32",) * 3]),
+    *(Kernel(kind, ("float32",)).library for kind in ("program", "delta_rule", "gated_norm", "merge")),
+    Kernel("quantised_linear", ("float32",), 1).library,
+]
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=str)
+def test_a_librarys_key_has_every_file_that_its_program_imports(library):
+    imports_of = ci_module("check_mojo_imports").imports_of
+    named = re.findall(r"^from mojo_ops\.([\w.]+)", program_of(library.kinds), flags=re.MULTILINE)
+    waiting, reached = [tuple(each.split(".")) for each in named], set()
+    while waiting:
+        module = waiting.pop()
+        file = ops.kernels().joinpath(*module).with_suffix(".mojo")
+        if module not in reached and file.is_file():
+            reached.add(module)
+            waiting += [target for _, target in imports_of(file)]
+    files = [PurePosixPath("mojo_ops", *module).with_suffix(".mojo") for module in reached]
+    assert len(files) > 5
+    assert [file for file in files if not library.key().has(file)] == []
+    assert not library.key().has(PurePosixPath("mojo_ops/attention/gpu/latent.mojo"))
 
 
 def test_a_name_and_where_a_text_is_cut_count(changed):

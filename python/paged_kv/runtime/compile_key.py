@@ -36,9 +36,11 @@ MODELS = "graphs/models/*.py"
 OTHER_DEVICE = {"cpu": frozenset({"gpu"}), "gpu": frozenset({"cpu", "layers", "linear", "recurrent"})}
 """Folders of Mojo for the other kind of device; `layers`, `linear` and `recurrent` are the CPU's."""
 
-
-NOT_IN_LIBRARIES = frozenset({"gpu", "layers", "recurrent"})
-"""Folders of Mojo that no library of kernels has; nor has it the ops, which lie beside the folders."""
+OF_SOME_LIBRARIES = {"gpu": frozenset({"gpu"}), "layers": frozenset({"layers", "recurrent"})}
+OF_SOME_LIBRARIES["recurrent"] = frozenset({"recurrent"})
+"""Folders of Mojo that only libraries have whose programs name one of these folders; the ops, which lie beside the
+folders, are in none.
+"""
 
 
 class Key(Protocol):
@@ -72,12 +74,17 @@ class LibraryKey:
     facts: str
     program: str
     """The Mojo file in `runtime` that it is built from."""
+    folders: frozenset[str]
+    """The folders of `mojo_ops` that its part of the file names."""
+
+    def has(self, file: PurePosixPath) -> bool:
+        """Return whether a Mojo file is a part of it."""
+        needed = [OF_SOME_LIBRARIES[part] for part in file.parts if part in OF_SOME_LIBRARIES]
+        return len(file.parts) > 2 and not any(self.folders.isdisjoint(each) for each in needed)
 
     def digest(self, sources: Sources, toolchain: str) -> str:
         """32 hexadecimal digits, different where anything that the library depends on differs."""
-        read = sources.read(f"runtime/{self.program}") + [
-            item for item in sources.read(MOJO) if len(item[0].parts) > 2 and NOT_IN_LIBRARIES.isdisjoint(item[0].parts)
-        ]
+        read = sources.read(f"runtime/{self.program}") + [item for item in sources.read(MOJO) if self.has(item[0])]
         return hash_of((toolchain.encode(), self.facts.encode(), *_parts(read)))
 
 

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import files
 from importlib.resources import files as resources
 from pathlib import Path
@@ -137,7 +137,8 @@ class Library:
 
     def key(self) -> LibraryKey:
         """Return what it depends on."""
-        return LibraryKey(f"library {self.kinds} {self.dtypes} {self.mask}", PROGRAM)
+        folders = frozenset(re.findall(r"^from mojo_ops\.(\w+)", program_of(self.kinds), flags=re.MULTILINE))
+        return LibraryKey(f"library {self.kinds} {self.dtypes} {self.mask}", PROGRAM, folders)
 
 
 def kernel_of(name: str) -> Kernel:
@@ -390,11 +391,15 @@ def build_library(
 
 def program_of(kinds: Iterable[str]) -> str:
     """The part of `library.mojo` that has these kernels."""
-    head, *parts = re.split(
-        r"^# Kernel (\w+)\n", (resources("paged_kv.runtime") / PROGRAM).read_text(), flags=re.MULTILINE
-    )
-    kernels_of = dict(zip(parts[::2], parts[1::2], strict=True))
+    head, kernels_of = _parts_of_program()
     return "".join([head, *(kernels_of[kind] for kind in kinds)])
+
+
+@cache
+def _parts_of_program() -> tuple[str, dict[str, str]]:
+    text = (resources("paged_kv.runtime") / PROGRAM).read_text()
+    head, *parts = re.split(r"^# Kernel (\w+)\n", text, flags=re.MULTILINE)
+    return head, dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 def _build(program: str, options: list[str], names: dict[str, str], path: Path, target: str | None) -> None:

@@ -114,6 +114,18 @@ def _take_columns(op: Operation, layers: Layers) -> Call:
     return Call(layers.kernel("take_columns"), [y.address, x.address, x.shape[0], Word(groups), *map(Word, sizes)])
 
 
+def _broadcast_row(op: Operation, layers: Layers) -> Call:
+    """One row stands for all: they are the columns of one row, whose groups all begin with the first column."""
+    (y,), x = op.results, op.operands[0]
+    if product(x.shape) != product(y.shape[1:]):
+        raise UnknownGraph("a broadcast that is none of a row")
+    row_bytes = product(x.shape).times(x.dtype.size_in_bytes)
+    return Call(
+        layers.kernel("take_columns"),
+        [y.address, x.address, Word(1), y.shape[0], Word(0), Word(0), row_bytes],
+    )
+
+
 def _rms_norm(op: Operation, layers: Layers) -> Call:
     (y,), (x, weight, numbers) = op.results, op.operands
     wide = int(weight.dtype == DType.float32)
@@ -125,9 +137,9 @@ def _rms_norm(op: Operation, layers: Layers) -> Call:
 
 def _rotate(op: Operation, layers: Layers) -> Call:
     (y,), (x, cos, sin) = op.results, op.operands
-    return Call(
-        layers.kernel("rotate", x.dtype), [y.address, x.address, cos.address, sin.address, *x.shape, cos.shape[1]]
-    )
+    addresses = [each.address for each in (y, x, cos, sin)]
+    pairs = Word(int(op.parameters["pairs"]))
+    return Call(layers.kernel("rotate", x.dtype), [*addresses, *x.shape, cos.shape[1], pairs])
 
 
 def _hadamard(op: Operation, layers: Layers) -> Call:
@@ -333,20 +345,37 @@ def _append(op: Operation, _: Layers) -> Call:
 
 def _attention(op: Operation, _: Layers) -> Call:
     (o, lse), (q, row_batch, row_lengths, *rest) = op.results, op.operands
+    masks, kind = [Word(0)] * 10, "attention"
+    if op.name == "paged_kv_masked_attention":
+        masks, kind = [number for each in rest[:5] for number in (each.address, each.size)], "masked_attention"
+        rest = rest[5:]
     cache, (slopes, sinks, window_left, options) = rest[:4], rest[4:]
     if options.data is None or options.data[_ROPE_THETA]:
         raise UnknownGraph("attention that rotates keys")
     rows = [o.address, lse.address, q.address, *q.shape, o.shape[2], row_batch.address, row_lengths.address]
-    masks = [Word(0)] * 10
     logits = [slopes.address, slopes.shape[0], sinks.address, sinks.shape[0]]
     logits += [Word(int(window_left.number())), options.address]
-    kernel = Kernel("attention", (q.dtype.name, cache[0].dtype.name, o.dtype.name))
+    kernel = Kernel(kind, (q.dtype.name, cache[0].dtype.name, o.dtype.name))
     return Call(kernel, [*rows, *masks, *logits, *_cache(op, cache)])
 
 
+def _latent_attention(op: Operation, _: Layers) -> Call:
+    (o, lse), (q_nope, q_pe, row_batch, row_lengths, *rest) = op.results, op.operands
+    cache, (sinks, options) = rest[:4], rest[4:]
+    addresses = [each.address for each in (o, lse, q_nope, q_pe)]
+    sizes = [*q_nope.shape, q_pe.shape[2]]
+    rows = [row_batch.address, row_lengths.address, sinks.address, sinks.shape[0], options.address]
+    kernel = Kernel("latent", (q_nope.dtype.name, cache[0].dtype.name, o.dtype.name))
+    return Call(kernel, [*addresses, *sizes, *rows, *_cache(op, cache)])
+
+
 def _cache(op: Operation, operands: Sequence[Value]) -> list[Word]:
-    """`CacheMemory` of a buffer of all layers, `[pages, 2, layers, page_size, Hk, D]`."""
+    """`CacheMemory` of a buffer of all layers, `[pages, 2, layers, page_size, Hk, D]`, or of latents,
+    `[pages, layers, page_size, Dckv + Dkpe]`.
+    """
     k, v, table, view = operands
+    if op.parameters["kv_layout"] == "LATENT":
+        return _latent_cache(k, table, view)
     if len(k.shape) != 6 or k is not v or op.parameters["kv_layout"] != "NHD":
         raise UnknownGraph("a cache that is no buffer of all layers")
     layer = int(view.number())
@@ -359,6 +388,20 @@ def _cache(op: Operation, operands: Sequence[Value]) -> list[Word]:
     v_start = Word(start.constant + half.constant)
     memory = [k.address, k.size, k.address, k.size, pages, page_size, kv_heads, head_dim]
     return [*memory, start, *strides, v_start, *strides, head_dim, table.address, *table.shape]
+
+
+def _latent_cache(slots: Value, table: Value, view: Value) -> list[Word]:
+    if view.data is None:
+        raise UnknownGraph("a view that is not constant")
+    layer, value_dim = map(int, view.data)
+    pages, layers, page_size, width = slots.shape
+    layer_size = product((page_size, width))
+    start, page = layer_size.times(layer), product((layers, layer_size))
+    strides = [page, width, width]
+    sizes = [pages, page_size, Word(1), width.plus(-value_dim)]
+    memory = [slots.address, slots.size] * 2
+    views = [start.plus(value_dim), *strides, start, *strides, Word(value_dim)]
+    return [*memory, *sizes, *views, table.address, *table.shape]
 
 
 _OPS: dict[str, tuple[Callable[[Operation, Layers], Call], str]] = {
@@ -389,5 +432,8 @@ _OPS: dict[str, tuple[Callable[[Operation, Layers], Call], str]] = {
     "paged_kv_gated_norm": (_gated_norm, "x|fx?f"),
     "paged_kv_append": (_append, "|xxii??u?*"),
     "paged_kv_attention": (_attention, "?f|xii??u?ff?f"),
+    "paged_kv_masked_attention": (_attention, "?f|xiiiib?i??u?ff?f"),
+    "paged_kv_mla_attention": (_latent_attention, "?f|xxii??u?ff"),
+    "BroadcastToOp": (_broadcast_row, "x|x?*"),
 }
 """How an operation becomes a call, and the dtypes of its values as `_check_dtypes` reads them."""
