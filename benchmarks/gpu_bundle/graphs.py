@@ -72,7 +72,7 @@ def wanted(device: str) -> list[Wanted]:
         return Wanted(name, {spec.name: spec.key}, lambda: spec.load(runtime))
 
     def built(name: str, keys: dict[str, CompileKey], build: Callable[[Module, Sequence[str]], None]) -> Wanted:
-        return Wanted(name, keys, lambda: compile_ahead(runtime.session, keys, build, None))
+        return Wanted(name, keys, lambda: compile_ahead(runtime.session, keys, build))
 
     def step(name: str, step: StepGraph) -> Wanted:
         return built(name, step.keys(runtime.architecture), lambda module, _: step.build(module, runtime.device))

@@ -41,7 +41,7 @@ def test_what_is_wrong_with_an_argument_is_said():
 
 def test_options_of_the_server_and_of_the_replicas_come_from_one_list():
     """Given as texts, as `serve run` gives them."""
-    given = {"speculate": "draft", "kv_disk": "kv", "kv_disk_gb": "3", "compiled": "c", "cache_dtype": "int4"}
+    given = {"speculate": "draft", "kv_disk": "kv", "kv_disk_gb": "3", "cache_dtype": "int4"}
     given |= {"cache_rotation": "hadamard", "max_running": "9", "max_gap": "0.5", "num_pages": "40", "model": "m"}
     arguments = Arguments.model_validate(
         given | {"generation_config": "none", "allowed_hosts": ["a"], "strict": "true"}
@@ -51,7 +51,7 @@ def test_options_of_the_server_and_of_the_replicas_come_from_one_list():
         assert (told.model, told.pages, told.speculate, told.kv_disk, told.kv_disk_gb) == (
             *(Path("m"), 40, "draft", Path("kv"), 3.0),
         )
-        assert (told.compiled, told.cache_dtype, told.cache_rotation) == (Path("c"), "int4", "hadamard")
+        assert (told.cache_dtype, told.cache_rotation) == ("int4", "hadamard")
         assert (told.max_running, told.max_gap) == (9, 0.5)
     assert (settings.generation_config, settings.allowed_hosts, settings.host) == ("none", ("a",), "127.0.0.1")
     assert settings.strict

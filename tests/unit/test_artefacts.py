@@ -1,7 +1,6 @@
 """Artefacts that are compiled, read from disk and kept, with a compiler that only writes down what it was given."""
 
 import resource
-import shutil
 import signal
 import threading
 import warnings
@@ -9,12 +8,10 @@ import warnings
 import pytest
 from max.engine.api import _COMPILATION_LOCK
 
-from paged_kv.engine.step import check_target
-from paged_kv.errors import ContractError, ToolchainError
+from paged_kv.errors import ToolchainError
 from paged_kv.runtime import artefacts
 from paged_kv.runtime.artefacts import compile_ahead, load_graphs
-from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
-from support.fake_compiler import NAMES, Session, build, compiles, edit_while_compiling, install, keys, set_cpu
+from support.fake_compiler import NAMES, Session, build, compiles, edit_while_compiling, install, keys
 from support.permissions import permissions_count
 
 
@@ -24,20 +21,11 @@ def folder(tmp_path, monkeypatch):
     return install(monkeypatch, tmp_path / "caches")
 
 
-@pytest.fixture
-def ahead(tmp_path, folder):
-    """A folder with the first graph, and a cache without it."""
-    (path,) = compile_ahead(Session(), keys(["first"]), build, tmp_path / "ahead")
-    assert path.parent == tmp_path / "ahead"
-    assert not list(folder.iterdir())
-    return path.parent
-
-
-def load(*names, facts="", ahead=None):
+def load(*names, facts=""):
     """The lists of names that had to be compiled."""
 
     def run(session):
-        models = load_graphs(session, keys(names, facts), build, compiled_ahead=ahead)
+        models = load_graphs(session, keys(names, facts), build)
         assert models == {name: f"model {name}" for name in names}
 
     return compiles(run)
@@ -186,16 +174,12 @@ def test_a_folder_that_cannot_be_made_or_entered_is_no_error(home, folder, place
     home.chmod(0o700)
 
 
-def test_a_folder_that_others_can_write_to_is_an_error(folder, ahead, monkeypatch):
+def test_a_folder_that_others_can_write_to_is_an_error(folder, monkeypatch):
     load("first")
     monkeypatch.setattr(artefacts, "read", lambda _: pytest.fail("MAX sees it"))
-    for place, named in ((ahead, ahead), (folder, None)):
-        place.chmod(0o777)
-        with pytest.raises(ToolchainError, match=r"artefact folder .* mode drwxrwxrwx"):
-            load("first", ahead=named)
-    with pytest.raises(ToolchainError, match="no folder of compiled steps"):
-        load("first", ahead=ahead / "missing")
-    assert not (ahead / "missing").exists()
+    folder.chmod(0o777)
+    with pytest.raises(ToolchainError, match=r"artefact folder .* mode drwxrwxrwx"):
+        load("first")
 
 
 def test_a_full_disk_keeps_nothing_and_breaks_nothing(folder):
@@ -216,51 +200,23 @@ def test_a_full_disk_keeps_nothing_and_breaks_nothing(folder):
     assert load("first", "second") == [["second"]]
 
 
-# A folder of `paged-kv compile`
+# `paged-kv compile`
 
 
-def test_what_was_compiled_ahead_is_found_without_a_compile(ahead, folder):
-    assert load("first", ahead=ahead) == []
-    assert not list(folder.iterdir())
-    assert compiles(lambda session: compile_ahead(session, keys(["first", "second"]), build, ahead)) == [["second"]]
-    assert load("first", "second", ahead=ahead) == []
-    assert load("first") == [["first"]]
-    assert load("first", facts=" of another size", ahead=ahead) == [["first"]]
-    copy = ahead.with_name("copy")  # what the cache has is copied
-    assert compiles(lambda session: compile_ahead(session, keys(["first"]), build, copy)) == []
-    shutil.rmtree(folder)
-    assert load("first", ahead=copy) == []
-    assert compiles(lambda session: compile_ahead(session, keys(["third"]), build, None)) == [["third"]]
-    assert load("third") == []
+def test_what_was_compiled_ahead_is_found_without_a_compile():
+    assert compiles(lambda session: compile_ahead(session, keys(["first"]), build)) == [["first"]]
+    assert compiles(lambda session: compile_ahead(session, keys(["first", "second"]), build)) == [["second"]]
+    assert load("first", "second") == []
+    assert load("first", facts=" of another size") == [["first"]]
 
 
-def test_of_other_targets_a_lower_one_is_taken_by_a_cpu_that_runs_it(tmp_path, monkeypatch):
-    set_cpu(monkeypatch, REQUIRED_FLAGS["znver4"])
-    compile_ahead(Session(), keys(["first"]), build, tmp_path / "ahead")
-    set_cpu(monkeypatch, REQUIRED_FLAGS["sapphirerapids"])
-    assert load("first", ahead=tmp_path / "ahead") == [["first"]]
-    set_cpu(monkeypatch, REQUIRED_FLAGS["znver5"])
-    assert load("first", ahead=tmp_path / "ahead") == []
-
-
-def test_a_named_folder_that_cannot_be_written_is_read_and_keeps_its_mode(ahead):
-    ahead.chmod(0o555)
-    with permissions_count():
-        assert load("first", ahead=ahead) == []
-        with pytest.raises(ToolchainError, match=r"cannot be kept: .*ahead: Permission denied"):
-            compile_ahead(Session(), keys(["second"]), build, ahead)
-    assert ahead.stat().st_mode & 0o777 == 0o555
-
-
-def test_sources_that_are_edited_meanwhile_are_refused_ahead(ahead, monkeypatch):
+def test_a_cache_folder_that_cannot_be_written_and_sources_that_are_edited_are_refused_ahead(folder, monkeypatch):
+    load("first")
+    folder.chmod(0o555)
+    with permissions_count(), pytest.raises(ToolchainError, match=r"cannot be kept: .*Permission denied"):
+        compile_ahead(Session(), keys(["second"]), build)
+    folder.chmod(0o700)
     edit_while_compiling(monkeypatch)
     with pytest.raises(ToolchainError, match="edited while"):
-        compile_ahead(Session(), keys(["second"]), build, ahead)
-    assert len(list(ahead.iterdir())) == 1
-
-
-def test_an_unknown_target_is_refused_before_max_aborts_the_process():
-    check_target(None)
-    check_target("znver5")
-    with pytest.raises(ContractError, match=r"target must be one of .*haswell, not 'pentium'"):
-        check_target("pentium")
+        compile_ahead(Session(), keys(["second"]), build)
+    assert len(list(folder.iterdir())) == 1

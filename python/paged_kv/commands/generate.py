@@ -55,9 +55,6 @@ from paged_kv.output import say
 @click.option("--max-step-tokens", type=int, default=2048, show_default=True, help="Tokens of one step at most.")
 @device_option
 @click.option(
-    "--compiled", type=click.Path(path_type=Path), metavar="FOLDER", help="Where paged-kv compile --out kept the step."
-)
-@click.option(
     "--kv-disk", type=click.Path(path_type=Path), metavar="DIR", help="Keep pages of prefixes there, and find them."
 )
 @click.option(
@@ -83,7 +80,6 @@ def generate(
     pages: int | None,
     max_step_tokens: int,
     device: str,
-    compiled: Path | None,
     kv_disk: Path | None,
     kv_disk_gb: float,
     speculate: str | None,
@@ -148,9 +144,7 @@ def generate(
         kept = f"stay packed, as {kinds}" if kinds else f"are dequantised to {dtype or 'float32'} at load"
         say(f"{opened.checkpoint.packing.describe()} {kept}")
     with trace_file(trace) as file:  # before a compile
-        model = load_model(
-            folder, dtype, pages or max(needed, 1), page_size, device, compiled, cache_dtype, cache_rotation
-        )
+        model = load_model(folder, dtype, pages or max(needed, 1), page_size, device, cache_dtype, cache_rotation)
         draft_model: Any = speculate
         if draft is not None:
             its_dtype = dtype if given_dtype else draft.config.dtype

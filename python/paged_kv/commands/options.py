@@ -167,7 +167,6 @@ def load_model(
     num_pages: int,
     page_size: int,
     device: str,
-    compiled_ahead: Path | None = None,
     kv_format: KVFormat | None = None,
     cache_rotation: CacheRotation | None = None,
 ) -> DecoderModel:
@@ -186,7 +185,6 @@ def load_model(
             num_pages=num_pages,
             page_size=page_size,
             on_progress=on_progress,
-            compiled_ahead=compiled_ahead,
             runtime=runtime,
             kv_format=kv_format,
             cache_rotation=cache_rotation,

@@ -58,7 +58,6 @@ class DecoderModel:
         num_states: int | None = None,
         num_window_pages: int | None = None,
         on_compile: Callable[[], None] = lambda: None,
-        compiled_ahead: Path | None = None,
         runtime: Runtime | None = None,
         kv_format: KVFormat | None = None,
         cache_rotation: CacheRotation | None = None,
@@ -73,7 +72,6 @@ class DecoderModel:
             num_window_pages: Pages for the K and V of layers with windows alone, where other layers have none; as many
                 as the others where None. 0: each page has K and V of all layers.
             on_compile: Called before a compile (some 20 s, once per model geometry and machine).
-            compiled_ahead: A folder of `paged-kv compile`, which is searched before the cache folder.
             runtime: The runtime of the device that the model runs on; the CPU's where None. Weights stay on the host
                 until MAX copies them to a GPU.
             kv_format: "int8" or "int4": the cache holds codes with a scale a token and KV head.
@@ -119,7 +117,7 @@ class DecoderModel:
         self._states = [_new_states(shape) for shape in decoder.state_shapes(config, self.num_states)]
         self._keys = step.keys(runtime.architecture)
         self._program: Program | None = None
-        if self._device.is_host and compiled_ahead is None:
+        if self._device.is_host:
             try:
                 self._program = step.program(weights, self._input_buffers())
             except UnknownGraph as unknown:
@@ -131,7 +129,6 @@ class DecoderModel:
                 lambda module, _: step.build(module, runtime.device),
                 weights=weights,
                 on_compile=on_compile,
-                compiled_ahead=compiled_ahead,
             )
             self._model: Model = models[decoder.STEP]
 
@@ -156,7 +153,6 @@ class DecoderModel:
         num_window_pages: int | None = None,
         on_progress: OnProgress | None = None,
         on_compile: Callable[[], None] = lambda: None,
-        compiled_ahead: Path | None = None,
         runtime: Runtime | None = None,
         kv_format: KVFormat | None = None,
         cache_rotation: CacheRotation | None = None,
@@ -180,7 +176,6 @@ class DecoderModel:
             num_states=num_states,
             num_window_pages=num_window_pages,
             on_compile=on_compile,
-            compiled_ahead=compiled_ahead,
             runtime=runtime,
             kv_format=kv_format,
             cache_rotation=cache_rotation,

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from max.driver import set_virtual_cpu_target
 from max.dtype import DType
 from max.graph import DeviceRef, Module
 
-from paged_kv.arguments import shown
 from paged_kv.arrays.dtypes import numpy_dtype
 from paged_kv.arrays.host import to_numpy
 from paged_kv.checkpoint.config import load_config
 from paged_kv.checkpoint.source import open_source
 from paged_kv.engine.demo_model import FOLDER
-from paged_kv.errors import ContractError
 from paged_kv.graphs.models import decoder
 from paged_kv.graphs.models.config import DecoderConfig, with_cache_rotation, with_windows_apart
 from paged_kv.graphs.ops import cache_dtype
@@ -26,12 +24,12 @@ from paged_kv.kv_formats import KVFormat
 from paged_kv.options import CacheRotation
 from paged_kv.runtime.artefacts import compile_ahead
 from paged_kv.runtime.compile_key import MODELS, CompileKey
-from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
-from paged_kv.runtime.graph_reading import KernelsInLibraries, ReadGraph, graph_building, read_graph
+from paged_kv.runtime.graph_reading import KernelsInLibraries, ReadGraph, UnknownGraph, graph_building, read_graph
 from paged_kv.runtime.libraries import Kernel, Library, load
 from paged_kv.runtime.program import Program, kernels_of
 from paged_kv.runtime.session import default_runtime
 
+logger = logging.getLogger(__name__)
 DEMO_DTYPE = DType.float32
 """In which `paged-kv demo` runs its model."""
 
@@ -108,76 +106,37 @@ def demo_libraries() -> list[Library]:
     return StepGraph.of(load_config(FOLDER), DEMO_DTYPE).libraries()
 
 
-def build_libraries(
-    checkpoint: Path,
-    dtype: str | None,
-    kv_format: KVFormat | None = None,
-    cache_rotation: CacheRotation | None = None,
-) -> int:
-    """Loads the libraries that the step of a checkpoint calls on this CPU, or builds them; returns their number.
-
-    Args:
-        checkpoint, dtype, kv_format, cache_rotation: As for `compile_checkpoint`.
-
-    Raises:
-        UnknownGraph: MAX compiles this step.
-        ContractError, CheckpointError, ToolchainError: as `compile_checkpoint`.
-    """
-    kernels = _step_of(checkpoint, dtype, kv_format, cache_rotation).kernels()
-    load(kernels)
-    return len({kernel.library for kernel in kernels})
-
-
-def _step_of(
-    checkpoint: Path, dtype: str | None, kv_format: KVFormat | None, cache_rotation: CacheRotation | None
-) -> StepGraph:
-    source = open_source(checkpoint).on(default_runtime().device)
-    config = with_windows_apart(with_cache_rotation(source.config, cache_rotation))
-    return StepGraph.of(config, DType.bfloat16 if (dtype or config.dtype) == "bfloat16" else DType.float32, kv_format)
-
-
 def compile_checkpoint(
     checkpoint: Path,
     dtype: str | None,
-    target: str | None,
-    out: Path | None,
     kv_format: KVFormat | None = None,
     cache_rotation: CacheRotation | None = None,
-) -> Path:
-    """Compiles the step of a checkpoint, or finds it compiled; returns its file.
-
-    MAX's target is one for the process: a process that compiles for another CPU does nothing else.
+) -> str:
+    """Builds what the step of a checkpoint needs on this machine, or finds it there; returns what it is, in words.
 
     Args:
         checkpoint: A Hugging Face folder, or a GGUF file.
         dtype: "float32" or "bfloat16"; the checkpoint's own where None.
-        target: The CPU to compile for, one of `REQUIRED_FLAGS`; this one where None.
-        out: The folder to keep it in, the cache folder where None.
         kv_format, cache_rotation: As in `DecoderModel`.
 
     Raises:
-        ContractError: the target is unknown, or the model cannot have that `cache_rotation`.
+        ContractError: the model cannot have that `cache_rotation`.
         CheckpointError: there is no checkpoint that this package runs.
         ToolchainError: it cannot be compiled or kept.
     """
-    check_target(target)
-    if target is not None:
-        set_virtual_cpu_target(target)
     runtime = default_runtime()
-    step = _step_of(checkpoint, dtype, kv_format, cache_rotation)
-
-    def build(module: Module, _: Sequence[str]) -> None:
-        step.build(module, runtime.device)
-
-    (path,) = compile_ahead(runtime.session, step.keys(runtime.architecture), build, out)
-    return path
-
-
-def check_target(target: str | None) -> None:
-    """Refuses a name that MAX would abort the process for.
-
-    Raises:
-        ContractError: it is none of `REQUIRED_FLAGS`.
-    """
-    if target is not None and target not in REQUIRED_FLAGS:
-        raise ContractError(f"target must be one of {', '.join(REQUIRED_FLAGS)}, not {shown(target)}")
+    source = open_source(checkpoint).on(runtime.device)
+    config = with_windows_apart(with_cache_rotation(source.config, cache_rotation))
+    step = StepGraph.of(config, DType.bfloat16 if (dtype or config.dtype) == "bfloat16" else DType.float32, kv_format)
+    if runtime.driver_device.is_host:
+        try:
+            kernels = step.kernels()
+        except UnknownGraph as unknown:
+            logger.info("the step is compiled by MAX: %s", unknown)
+        else:
+            load(kernels)
+            return f"{len({kernel.library for kernel in kernels})} libraries of kernels"
+    (path,) = compile_ahead(
+        runtime.session, step.keys(runtime.architecture), lambda module, _: step.build(module, runtime.device)
+    )
+    return str(path)

@@ -8,7 +8,7 @@ user's cache folder (`store.py`), in a folder that the user names, or came with 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -38,7 +38,6 @@ def load_graphs(
     weights: Mapping[str, Any] | None = None,
     on_compile: Callable[[], None] = lambda: None,
     exact: bool = False,
-    compiled_ahead: Path | None = None,
 ) -> dict[str, Model]:
     """The models of some graphs, by graph name; those that are not on disk are compiled together.
 
@@ -49,17 +48,15 @@ def load_graphs(
         weights: Values for the graphs' weights by name; an artefact holds none.
         on_compile: Called before a compile, which takes some 25 s or more.
         exact: Compile rather than take what came with the package for a lower CPU target.
-        compiled_ahead: A folder of `compile_ahead`, which is searched first.
 
     Raises:
         ToolchainError: the CPU lacks a feature of the target in force; there is no place for a cache folder, or
-            another user can write to its artefacts, and they are needed; another user can write to `compiled_ahead`;
-            or the Mojo sources or graphs do not compile. That nothing can be written, or that a file of the package
-            is damaged, is a `RuntimeWarning`.
+            another user can write to its artefacts, and they are needed; or the Mojo sources or graphs do not
+            compile. That nothing can be written, or that a file of the package is damaged, is a `RuntimeWarning`.
     """
     models: dict[str, Model] = {}
     wanted = dict(keys)
-    for _, store, artefact, names in _search(wanted, exact=exact, compiled_ahead=compiled_ahead):
+    for _, store, artefact, names in _search(wanted, exact=exact):
         try:
             loaded = session.init_all(read(BytesIO(artefact.content)), weights_registry=weights)
         except (RuntimeError, ValueError, OSError):
@@ -99,7 +96,7 @@ def where_graphs_lie(keys: Mapping[str, CompileKey]) -> dict[str, str]:
 
 
 def _search(
-    wanted: Mapping[str, CompileKey], *, exact: bool = False, compiled_ahead: Path | None = None
+    wanted: Mapping[str, CompileKey], *, exact: bool = False
 ) -> Iterator[tuple[str | None, Store | InstalledStore, Artefact, list[str]]]:
     """Each artefact that has some of the wanted graphs: its CPU target, its store, it, the graphs' names; best first.
 
@@ -107,8 +104,7 @@ def _search(
     """
     cpu, sources = CpuInfo.read(), Sources.installed()
     check_cpu_runs(get_virtual_cpu_target(), cpu)
-    ahead = None if compiled_ahead is None else ahead_store(compiled_ahead)
-    for target, store in places(cpu, user_store, exact=exact, ahead=ahead):
+    for target, store in places(cpu, user_store, exact=exact):
         digests = digests_of(wanted, sources, target)
         for artefact in store.find(digests.values()):
             yield target, store, artefact, [name for name in digests if digests[name] in artefact.digests]
@@ -117,14 +113,9 @@ def _search(
 
 
 def compile_ahead(
-    session: InferenceSession,
-    keys: Mapping[str, CompileKey],
-    build: Callable[[Module, Sequence[str]], None],
-    folder: Path | None,
+    session: InferenceSession, keys: Mapping[str, CompileKey], build: Callable[[Module, Sequence[str]], None]
 ) -> list[Path]:
-    """Compiles those of the graphs that `folder` (None: the cache folder) has not, without their weights.
-
-    What the cache folder has is copied from there.
+    """Compiles those of the graphs that the cache folder has not, without their weights.
 
     Returns:
         The file of each graph.
@@ -132,38 +123,17 @@ def compile_ahead(
     Raises:
         ToolchainError: as `load_graphs`; or a file cannot be written.
     """
-    store = user_store() if folder is None else Store(folder, hidden=False)
+    store = user_store()
     digests = digests_of(keys, Sources.installed())
-
-    def missing() -> list[str]:
-        found = {digest for artefact in store.find(digests.values()) for digest in artefact.digests}
-        return [name for name in keys if digests[name] not in found]
-
-    def keep(names: Iterable[str], write: Callable[[Path], object]) -> None:
-        reason = store.keep(sorted(names), write)
-        if reason is not None:
-            raise ToolchainError(f"the compiled graphs cannot be kept: {reason}")
-
-    if folder is not None:
-        for artefact in user_store().find(digests[name] for name in missing()):
-            keep(artefact.digests, partial(Path.write_bytes, data=artefact.content))
-    if names := missing():
+    found = {digest for artefact in store.find(digests.values()) for digest in artefact.digests}
+    if names := [name for name in keys if digests[name] not in found]:
         compiled = compile_graphs(session, names, build)
         if digests_of(keys, Sources.installed()) != digests:
             raise ToolchainError("a source was edited while it was compiled: try again")
-        keep([digests[name] for name in names], partial(export, compiled))
+        reason = store.keep(sorted(digests[name] for name in names), partial(export, compiled))
+        if reason is not None:
+            raise ToolchainError(f"the compiled graphs cannot be kept: {reason}")
     return [store.path_of(digest) for digest in digests.values()]
-
-
-def ahead_store(folder: Path) -> Store:
-    """A folder of `compile_ahead` that is there.
-
-    Raises:
-        ToolchainError: it is not, or another user can write to it.
-    """
-    if not folder.is_dir():
-        raise ToolchainError(f"{folder} is no folder of compiled steps: make it by paged-kv compile --out")
-    return Store(folder, hidden=False)
 
 
 def compile_graphs(

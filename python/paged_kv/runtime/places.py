@@ -14,23 +14,19 @@ from paged_kv.runtime.store import Store
 
 
 def places(
-    cpu: CpuInfo, own: Callable[[], Store], *, exact: bool = False, ahead: Store | None = None
+    cpu: CpuInfo, own: Callable[[], Store], *, exact: bool = False
 ) -> Iterator[tuple[str | None, Store | InstalledStore]]:
     """The stores that may have what is wanted, with the CPU target that it is for (None: the one in force), best first.
 
-    A folder that the user names comes first. What was compiled here for this very CPU is better than what came with the
-    package for a lower target.
+    What was compiled here for this very CPU is better than what came with the package for a lower target.
 
     Args:
         cpu: This one.
         own: Makes the user's, which is not asked for where it is not needed.
         exact: Whether code for a lower target is out of the question.
-        ahead: A folder that the user named.
     """
     usable = usable_targets(get_virtual_cpu_target(), cpu)
     lower = [] if exact else usable[1:]
-    if ahead is not None:
-        yield from ((target, ahead) for target in (None, *lower))
     for _, installed in installed_stores(usable[:1], cpu):
         yield None, installed
     yield None, own()

@@ -64,14 +64,13 @@ class Store:
     Args:
         path: The folder, made where it is missing and that can be done.
         pattern: The name of a file, with `{}` for the digest.
-        hidden: Whether other users may not read it. A folder that the user named keeps its mode.
 
     Raises:
         ToolchainError: the folder is not the user's own (the message has path, owner and mode), or its place is taken
             by something else.
     """
 
-    def __init__(self, path: Path, pattern: str = "{}.graph", *, hidden: bool = True) -> None:
+    def __init__(self, path: Path, pattern: str = "{}.graph") -> None:
         self.path = path
         self._pattern = pattern
         self._missing: OSError | None = None  # why there is no folder
@@ -91,7 +90,7 @@ class Store:
                 f" code to run, so it must be a folder of user {os.geteuid()} that no other user can write to;"
                 " remove it, or set XDG_CACHE_HOME to another folder"
             )
-        if hidden and status.st_mode & 0o077:
+        if status.st_mode & 0o077:
             with suppress(OSError):  # a file system that cannot be written
                 path.chmod(stat.S_IMODE(status.st_mode) & 0o700)
 

@@ -51,7 +51,6 @@ class EngineSetup:
             settings.model,
             self.dtype,
             self.size,
-            settings.compiled,
             settings.cache_dtype,
             settings.cache_rotation,
             self.size.num_window_pages,
@@ -116,7 +115,6 @@ def _load(
     path: Path,
     dtype: DType,
     size: CacheSize,
-    compiled: Path | None = None,
     kv_format: KVFormat | None = None,
     cache_rotation: CacheRotation | None = None,
     num_window_pages: int | None = None,
@@ -130,7 +128,6 @@ def _load(
             page_size=size.page_size,
             on_progress=on_progress,
             on_compile=lambda: say("compiling the decode step: half a minute, once for this kind of model and machine"),
-            compiled_ahead=compiled,
             kv_format=kv_format,
             cache_rotation=cache_rotation,
         )

@@ -50,7 +50,6 @@ class Settings:
     kv_disk_gb: float = 10.0
     speculate: str | None = None
     """"lookup", or a smaller checkpoint."""
-    compiled: Path | None = None
     chat_template: Path | None = None
     generation_config: Literal["model", "none"] = "model"
     """The source of sampling fields that a request leaves out: the model's generation_config.json, or nowhere."""
