@@ -104,7 +104,8 @@ class TreeRows:
             ],
         )
         batch, slots, positions, mask, starts, firsts = (result.tensor for result in results)
-        return TreeRows(batch, slots, positions, slots + 1, ops.reshape(mask, [-1]), starts, firsts, window_left)
+        lengths, _ = paged.lengths_and_last_rows(slots, row_offsets, cache_lengths.shape[0])
+        return TreeRows(batch, slots, positions, lengths, ops.reshape(mask, [-1]), starts, firsts, window_left)
 
 
 def tree_attention(

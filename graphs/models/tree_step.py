@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from max.dtype import DType
-from max.graph import BufferType, DeviceRef, Graph, Module, TensorType, TensorValue
+from max.graph import BufferType, DeviceRef, Graph, KernelLibrary, Module, TensorType, TensorValue
 
 from paged_kv.graphs.inputs import graph_inputs, input_types
 from paged_kv.graphs.layers import StepRows
@@ -78,6 +78,7 @@ def build_tree_step(
     layers: int | None = None,
     largest_tree: int = LARGEST_TREE,
     kv_format: KVFormat | None = None,
+    library: KernelLibrary | None = None,
 ) -> None:
     """Adds the graph `name` to `module`: `DecodeInputs` and parents `[T]` int32 -> logits `[T, vocab]` float32, after
     each row.
@@ -91,7 +92,8 @@ def build_tree_step(
     inputs = input_types(cache_dtype(dtype, kv_format), shape, device)
     types = [*inputs.flatten(), TensorType(DType.int32, ["T"], device)]
     config = replace(config, num_hidden_layers=layers or config.num_hidden_layers)
-    with Graph(name, input_types=types, custom_extensions=[kernels()], module=module) as graph:
+    extensions = [] if library else [kernels()]
+    with Graph(name, input_types=types, custom_extensions=extensions, kernel_library=library, module=module) as graph:
         parameters = Parameters.of(graph, config, dtype, device)
         *values, parents = graph.inputs
         step = graph_inputs(values)
@@ -111,6 +113,7 @@ def build_moves(
     *,
     name: str,
     kv_format: KVFormat | None = None,
+    library: KernelLibrary | None = None,
 ) -> None:
     """Adds the graph `name` to `module`: `move_tokens` in a cache.
 
@@ -121,7 +124,8 @@ def build_moves(
     inputs = input_types(cache_dtype(dtype, kv_format), shape, device)
     number = TensorType(DType.int32, ["N"], device)
     types: list[TensorType | BufferType] = [number, number, number, inputs.lookup_table, inputs.blocks]
-    with Graph(name, input_types=types, custom_extensions=[kernels()], module=module) as graph:
+    extensions = [] if library else [kernels()]
+    with Graph(name, input_types=types, custom_extensions=extensions, kernel_library=library, module=module) as graph:
         *numbers, table, blocks = graph.inputs
         cache = PagedCache.of(blocks.buffer, table.tensor, kv_format=kv_format)
         move_tokens(cache, *(number.tensor for number in numbers))

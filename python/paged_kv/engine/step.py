@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from max.dtype import DType
-from max.graph import DeviceRef, Module
+from max.graph import DeviceRef, KernelLibrary, Module
 
 from paged_kv.arrays.dtypes import numpy_dtype
 from paged_kv.arrays.host import to_numpy
@@ -94,11 +94,28 @@ class StepGraph:
         return list(dict.fromkeys(kernel.library for kernel in self.kernels()))
 
     def _read(self, buffers: Sequence[np.ndarray | None]) -> ReadGraph:
-        with graph_building():
-            module = Module()
-            library = KernelsInLibraries()
-            decoder.build_step(self.geometry, self.dtype, module, kv_format=self.kv_format, library=library)
-            return read_graph(module, buffers)
+        return read(
+            lambda module, library: decoder.build_step(
+                self.geometry, self.dtype, module, kv_format=self.kv_format, library=library
+            ),
+            buffers,
+        )
+
+
+def read(build: Callable[[Module, KernelLibrary], None], buffers: Sequence[np.ndarray | None]) -> ReadGraph:
+    """The graph that `build` adds to a module, read.
+
+    Args:
+        build: Its second argument is the graph's library of kernels.
+        buffers: As for `StepGraph.program`.
+
+    Raises:
+        UnknownGraph: as `read_graph`.
+    """
+    with graph_building():
+        module = Module()
+        build(module, KernelsInLibraries())
+        return read_graph(module, buffers)
 
 
 def demo_libraries() -> list[Library]:

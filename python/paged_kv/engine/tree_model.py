@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from max.driver import CPU, Buffer
-from max.graph import Module
+from max.engine import Model
+from max.graph import KernelLibrary, Module
 
 from paged_kv.arguments import integer
-from paged_kv.arrays.host import to_buffer
+from paged_kv.arrays.host import to_buffer, to_numpy
 from paged_kv.engine.model import DecoderModel
-from paged_kv.engine.step import StepGraph
+from paged_kv.engine.step import StepGraph, read
 from paged_kv.errors import ContractError, ShapeError
 from paged_kv.graphs.inputs import step_inputs
 from paged_kv.graphs.models import tree_step
@@ -20,6 +21,7 @@ from paged_kv.runtime.artefacts import load_graphs
 from paged_kv.runtime.compile_key import MODELS, CompileKey
 from paged_kv.runtime.first_execution import execute
 from paged_kv.runtime.forks import check_not_forked
+from paged_kv.runtime.program import Program
 from paged_kv.runtime.session import Runtime, default_runtime
 
 _STEP, _DRAFT, _MOVES = "tree_step", "tree_draft", "tree_moves"
@@ -27,8 +29,9 @@ _STEP, _DRAFT, _MOVES = "tree_step", "tree_draft", "tree_moves"
 
 def tree_graphs(
     of: StepGraph, runtime: Runtime, *, draft_layers: int | None = None, largest_tree: int = LARGEST_TREE
-) -> tuple[dict[str, CompileKey], Callable[[Module, Sequence[str]], None]]:
-    """Return the keys of the graphs of a `TreeModel` by their names, and what adds named ones to a module.
+) -> tuple[dict[str, CompileKey], Callable[..., None]]:
+    """Return the keys of the graphs of a `TreeModel` by their names, and what adds named ones to a module, with a
+    library of kernels where they are only read.
 
     Args:
         of: The step of the model that is decoded.
@@ -44,10 +47,12 @@ def tree_graphs(
         layers[_DRAFT] = integer("draft_layers", draft_layers, 1, config.num_hidden_layers)
     facts = f"{dtype.name} {kv_format or ''} largest_tree={largest_tree} {config}"
 
-    def build(module: Module, names: Sequence[str]) -> None:
+    def build(module: Module, names: Sequence[str], library: KernelLibrary | None = None) -> None:
         for name in names:
             if name == _MOVES:
-                tree_step.build_moves(config, dtype, module, runtime.device, name=name, kv_format=kv_format)
+                tree_step.build_moves(
+                    config, dtype, module, runtime.device, name=name, kv_format=kv_format, library=library
+                )
             else:
                 tree_step.build_tree_step(
                     config,
@@ -58,6 +63,7 @@ def tree_graphs(
                     layers=layers[name],
                     largest_tree=largest_tree,
                     kv_format=kv_format,
+                    library=library,
                 )
 
     keys = {
@@ -109,13 +115,17 @@ class TreeModel:
         step = StepGraph(model.geometry, model.dtype, model.kv_format)
         keys, build = tree_graphs(step, runtime, draft_layers=draft_layers, largest_tree=largest_tree)
         self._device = runtime.driver_device
-        self._models = load_graphs(
-            runtime.session,
-            keys,
-            build,
-            weights=model.weights,
-            on_compile=on_compile,
-        )
+        self._programs: dict[str, Program] = {}
+        self._models: dict[str, Model] = {}
+        if self._device.is_host:
+            for name in keys:
+                blocks = to_numpy(model.blocks)
+                buffers = [None] * 4 + [blocks] + ([] if name == _MOVES else [None])
+                graph = read(lambda module, library, name=name: build(module, [name], library), buffers)
+                weights = {each: to_numpy(model.weights[each]) for each in graph.weights}
+                self._programs[name] = Program(graph, weights, buffers)
+        else:
+            self._models = load_graphs(runtime.session, keys, build, weights=model.weights, on_compile=on_compile)
 
     def step(
         self,
@@ -142,7 +152,7 @@ class TreeModel:
         """
         check_not_forked()
         self.model.check_tokens(tokens)
-        if draft and _DRAFT not in self._models:
+        if draft and _DRAFT not in (self._programs or self._models):
             raise ContractError("draft: this model was made without draft_layers")
         for request, (new, of_request) in enumerate(zip(tokens, parents, strict=True)):
             if len(new) != len(of_request):
@@ -150,7 +160,7 @@ class TreeModel:
         inputs = step_inputs(tokens, cache_lengths, pages, self.model.blocks)
         flat = np.fromiter((parent for of_request in parents for parent in of_request), np.int32)
         arguments = [*inputs.flatten(), flat]
-        logits = self._execute(_DRAFT if draft else _STEP, arguments)[0].to(CPU()).to_numpy()
+        (logits,) = self._execute(_DRAFT if draft else _STEP, arguments)
         return np.split(logits, inputs.row_offsets[1:-1])
 
     def keep(self, rows: Sequence[Sequence[int]], cache_lengths: Sequence[int], pages: Sequence[Sequence[int]]) -> None:
@@ -171,8 +181,9 @@ class TreeModel:
             columns = np.array(moves, np.int32).T.copy()
             self._execute(_MOVES, [*columns, inputs.lookup_table, self.model.blocks])
 
-    def _execute(self, name: str, arguments: Sequence[np.ndarray | Buffer]) -> list[Buffer]:
+    def _execute(self, name: str, arguments: Sequence[np.ndarray | Buffer]) -> list[np.ndarray]:
+        if self._programs:
+            return self._programs[name].run([each for each in arguments if isinstance(each, np.ndarray)])
         buffers = [to_buffer(argument) for argument in arguments]
-        if not self._device.is_host:
-            buffers = [buffer if buffer is self.model.blocks else buffer.to(self._device) for buffer in buffers]
-        return list(execute(self._models[name].execute, *buffers))
+        buffers = [buffer if buffer is self.model.blocks else buffer.to(self._device) for buffer in buffers]
+        return [result.to(CPU()).to_numpy() for result in execute(self._models[name].execute, *buffers)]

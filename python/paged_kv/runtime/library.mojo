@@ -134,6 +134,20 @@ def append(call: Int) abi("C") -> Int:
     return 0
 
 
+# Kernel move_tokens
+from mojo_ops.isa.library_call import message_of
+from mojo_ops.transfer.call import MoveTokensCall
+
+
+@export("paged_kv_move_tokens")
+def move_tokens(call: Int) abi("C") -> Int:
+    try:
+        at[MoveTokensCall](call).run[B]()
+    except error:
+        return message_of(error)
+    return 0
+
+
 # Kernel gather
 from mojo_ops.isa.library_call import message_of
 from mojo_ops.transfer.call import GatherCall
@@ -333,6 +347,20 @@ from mojo_ops.transfer.call import RaggedRowsCall
 def ragged_rows(call: Int) abi("C") -> Int:
     try:
         at[RaggedRowsCall](call).run()
+    except error:
+        return message_of(error)
+    return 0
+
+
+# Kernel tree_rows
+from mojo_ops.isa.library_call import message_of
+from mojo_ops.transfer.call import TreeRowsCall
+
+
+@export("paged_kv_tree_rows")
+def tree_rows(call: Int) abi("C") -> Int:
+    try:
+        at[TreeRowsCall](call).run()
     except error:
         return message_of(error)
     return 0

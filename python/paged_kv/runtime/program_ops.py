@@ -185,6 +185,14 @@ def _ragged_rows(op: Operation, layers: Layers) -> Call:
     return Call(layers.kernel("ragged_rows"), [*words, cache_lengths.shape[0]])
 
 
+def _tree_rows(op: Operation, layers: Layers) -> Call:
+    parents, row_offsets, cache_lengths, window_left = op.operands
+    mask = op.results[3]
+    sizes = [*mask.shape, parents.address, row_offsets.address, cache_lengths.address, cache_lengths.shape[0]]
+    words = [*(each.address for each in op.results), *sizes, Word(int(window_left.number()))]
+    return Call(layers.kernel("tree_rows"), words)
+
+
 def _pointwise(op: Operation, layers: Layers) -> Call:
     (y,) = op.results
     if op.name in UNARY:
@@ -343,6 +351,13 @@ def _append(op: Operation, _: Layers) -> Call:
     return Call(Kernel("append", (rows, memory)), [*words, *_cache(op, cache)])
 
 
+def _move_tokens(op: Operation, _: Layers) -> Call:
+    requests, sources, targets, *cache = op.operands
+    memory = COPIED[cache[0].dtype.size_in_bytes]
+    words = [requests.address, sources.address, targets.address, requests.shape[0], cache[0].shape[2]]
+    return Call(Kernel("move_tokens", (memory, memory)), [*words, *_cache(op, cache)])
+
+
 def _attention(op: Operation, _: Layers) -> Call:
     (o, lse), (q, row_batch, row_lengths, *rest) = op.results, op.operands
     masks, kind = [Word(0)] * 10, "attention"
@@ -417,6 +432,7 @@ _OPS: dict[str, tuple[Callable[[Operation, Layers], Call], str]] = {
     "paged_kv_widen": (_convert, "?|?"),
     "paged_kv_step_rows": (_step_rows, "ii|iu"),
     "paged_kv_ragged_rows": (_ragged_rows, "ii|uu"),
+    "paged_kv_tree_rows": (_tree_rows, "iiib?i|iuui"),
     "paged_kv_linear": (_linear, "x*|xw*"),
     "paged_kv_quantised_linear": (_quantised_linear, "x*|xb*"),
     "paged_kv_quantised_rows": (_quantised_rows, "f|bi"),
@@ -431,6 +447,7 @@ _OPS: dict[str, tuple[Callable[[Operation, Layers], Call], str]] = {
     "paged_kv_linear_recurrence": (_linear_recurrence, "f|ffffffiff?uiuii"),
     "paged_kv_gated_norm": (_gated_norm, "x|fx?f"),
     "paged_kv_append": (_append, "|xxii??u?*"),
+    "paged_kv_move_tokens": (_move_tokens, "|iii??u?"),
     "paged_kv_attention": (_attention, "?f|xii??u?ff?f"),
     "paged_kv_masked_attention": (_attention, "?f|xiiiib?i??u?ff?f"),
     "paged_kv_mla_attention": (_latent_attention, "?f|xxii??u?ff"),
