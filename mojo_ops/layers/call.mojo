@@ -228,10 +228,12 @@ struct GateUnitsCall(TrivialRegisterPassable):
     """The index among `ACTIVATIONS`."""
     var workers: Workers
 
-    def run[dtype: DType](self):
+    def run[dtype: DType](self) raises:
         comptime for i in range(5):
             if self.activation == i:
                 self.gated[dtype, ACTIVATIONS[i]]()
+                return
+        raise Error("activation: ", self.activation, " is none of 5")
 
     def gated[dtype: DType, activation: StaticString](self):
         var y, gate, up = memory_at[dtype](self.y), memory_at[dtype](self.gate), memory_at[dtype](self.up)
@@ -253,14 +255,17 @@ struct ConvertCall(TrivialRegisterPassable):
     var target: Int
     var workers: Workers
 
-    def run(self):
+    def run(self) raises:
         comptime for i in range(3):
             comptime dtype = CONVERTED[i]
-            if self.source == i:
+            if self.source == i and self.target == -1:
                 widen_all(memory_at[DType.float32](self.y), memory_at[dtype](self.x), self.count, self.workers)
+                return
             comptime if dtype.is_floating_point():
-                if self.target == i:
+                if self.target == i and self.source == -1:
                     narrow_all(memory_at[dtype](self.y), memory_at[DType.float32](self.x), self.count, self.workers)
+                    return
+        raise Error("a conversion of ", self.source, " to ", self.target, " is none")
 
 
 @fieldwise_init
@@ -297,10 +302,12 @@ struct UnaryCall(TrivialRegisterPassable):
     """The index among `UNARY`."""
     var workers: Workers
 
-    def run[dtype: DType](self):
+    def run[dtype: DType](self) raises:
         comptime for i in range(5):
             if self.function == i:
                 unary[UNARY[i]](memory_at[dtype](self.y), memory_at[dtype](self.x), self.count, self.workers)
+                return
+        raise Error("function: ", self.function, " is none of 5")
 
 
 @fieldwise_init
@@ -324,12 +331,14 @@ struct BinaryCall(TrivialRegisterPassable):
     """The index among `BINARY`."""
     var workers: Workers
 
-    def run[dtype: DType](self):
+    def run[dtype: DType](self) raises:
         var x = Operand[dtype](memory_at[dtype](self.x), self.x_row, self.x_column)
         var z = Operand[dtype](memory_at[dtype](self.z), self.z_row, self.z_column)
         comptime for i in range(4):
             if self.function == i:
                 binary[BINARY[i]](memory_at[dtype](self.y), x, z, self.rows, self.columns, self.workers)
+                return
+        raise Error("function: ", self.function, " is none of 4")
 
 
 @fieldwise_init

@@ -1,5 +1,7 @@
 """A step as a program of the CPU's libraries: MAX's logits to the bit, refusals, threads, and an arena of NaN."""
 
+import ctypes
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -13,6 +15,8 @@ from paged_kv.engine.step import StepGraph
 from paged_kv.errors import ContractError
 from paged_kv.runtime import program as programs
 from paged_kv.runtime.graph_reading import UnknownGraph
+from paged_kv.runtime.libraries import Kernel, refusal
+from paged_kv.runtime.libraries import load as load_libraries
 from support.llama_family import poison
 
 STEPS = (
@@ -82,6 +86,16 @@ def test_a_refusal_names_its_operation_and_the_next_step_works(model, expected):
     with pytest.raises(ContractError, match=r"^paged_kv_append: .*99"):
         model.step([[1] * 12, [8], [9]], [0, 0, 0], [[3, 5, 99], *PAGES[1:]])
     np.testing.assert_array_equal(np.concatenate(logits(model)), np.concatenate(expected))
+
+
+@pytest.mark.parametrize("kind", ["unary", "binary", "gate_units", "convert"])
+def test_a_number_that_is_no_function_is_refused(kind):
+    kernel = Kernel(kind, ("float32",))
+    load_libraries([kernel])
+    call = getattr(ctypes.CDLL(None), kernel.name)
+    call.argtypes, call.restype = [ctypes.c_void_p], ctypes.c_void_p
+    numbers = np.full(16, 77, np.int64)  # none of them is read as an address
+    assert re.match(r"function: 77|activation: 77|a conversion of 77", refusal(call(numbers.ctypes.data)))
 
 
 def test_two_models_in_two_threads(model, expected):

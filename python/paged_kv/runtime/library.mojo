@@ -309,22 +309,30 @@ def add_scaled(call: Int) abi("C") -> Int:
 
 
 # Kernel gate_units
+from mojo_ops.isa.library_call import message_of
 from mojo_ops.layers.call import GateUnitsCall
 
 
 @export("paged_kv_gate_units")
 def gate_units(call: Int) abi("C") -> Int:
-    at[GateUnitsCall](call).run[A]()
+    try:
+        at[GateUnitsCall](call).run[A]()
+    except error:
+        return message_of(error)
     return 0
 
 
 # Kernel convert
+from mojo_ops.isa.library_call import message_of
 from mojo_ops.layers.call import ConvertCall
 
 
 @export("paged_kv_convert")
 def convert(call: Int) abi("C") -> Int:
-    at[ConvertCall](call).run()
+    try:
+        at[ConvertCall](call).run()
+    except error:
+        return message_of(error)
     return 0
 
 
@@ -367,22 +375,30 @@ def tree_rows(call: Int) abi("C") -> Int:
 
 
 # Kernel unary
+from mojo_ops.isa.library_call import message_of
 from mojo_ops.layers.call import UnaryCall
 
 
 @export("paged_kv_unary")
 def unary(call: Int) abi("C") -> Int:
-    at[UnaryCall](call).run[A]()
+    try:
+        at[UnaryCall](call).run[A]()
+    except error:
+        return message_of(error)
     return 0
 
 
 # Kernel binary
+from mojo_ops.isa.library_call import message_of
 from mojo_ops.layers.call import BinaryCall
 
 
 @export("paged_kv_binary")
 def binary(call: Int) abi("C") -> Int:
-    at[BinaryCall](call).run[A]()
+    try:
+        at[BinaryCall](call).run[A]()
+    except error:
+        return message_of(error)
     return 0
 
 
