@@ -197,4 +197,10 @@ class Family:
         Raises:
             CheckpointError: a field is missing, of a wrong type, or says what would be computed wrongly.
         """
-        return self.read(fields.with_missing(**self.missing))
+        config = self.read(fields.with_missing(**self.missing))
+        rotates_a_part = any(each.rotates_a_part for each in (self.gguf, *self.more_gguf) if each is not None)
+        if not rotates_a_part and config.latent is None and not self.unread:
+            head_dims = {config.heads_of(layer)[1] for layer in range(config.num_hidden_layers)}
+            if any(rope is not None and rope.dims not in head_dims for rope in (config.rope, config.local_rope)):
+                raise fields.error("partial_rotary_factor", f"{self.architecture} rotates whole heads")
+        return config
