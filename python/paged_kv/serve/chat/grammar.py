@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from paged_kv.errors import ContractError
+from paged_kv.serve.chat.any_order import object_rule
 from paged_kv.serve.chat.tools import Tool
 from paged_kv.structure_trials import with_guidance
 from paged_kv.structured_output import Grammar, JsonSchema, Regex, Structure
@@ -38,6 +39,20 @@ class Rules:
             self._count += 1
             name = self._named[key] = f"rule_{self._count}"
             self._lines.append(f"{name}: {body()}")
+        return self._named[key]
+
+    def numbered(self, body: Callable[[str], str]) -> str:
+        """A rule with a number (llguidance's parametric grammars), whose body may name it; its name."""
+        self._count += 1
+        name = f"rule_{self._count}"
+        self._lines.append(f"{name}::_: {body(name)}")
+        return name
+
+    def pattern(self, pattern: str) -> str:
+        """The one terminal of a regular expression; its name."""
+        key = f"pattern {pattern}"
+        if key not in self._named:
+            self._named[key] = self.terminal(regex(pattern))
         return self._named[key]
 
     def terminal(self, body: str) -> str:
@@ -72,7 +87,8 @@ class Rules:
     def arguments(self, tool: Tool) -> str:
         """The arguments of a call of a tool as JSON; the name of their rule."""
         if tool.text_grammar is None:
-            return self.json(tool.parameters)
+            in_any_order = None if tool.is_ordered else object_rule(self, tool.parameters)
+            return in_any_order or self.json(tool.parameters)
         (name,) = tool.parameters["properties"]
         text = self.rule(f"%lark {{\n{tool.text_grammar}\n}}")
         return self.rule(f"{literal(f'{{{json.dumps(name)}: {chr(34)}')} {text} {literal(chr(34) + '}')}")

@@ -49,6 +49,8 @@ class Tool:
     """True if its one argument is a text, whatever the schema."""
     text_grammar: str | None = None
     """The grammar, in Lark, of a text inside JSON's quotes; it is kept where calls are written as JSON."""
+    is_ordered: bool = False
+    """True if arguments come in the order of the schema, whatever it is."""
 
     def of_text(self, grammar: str | None) -> Tool:
         """The same tool, whose one argument is a text."""
