@@ -34,7 +34,7 @@ _STRING = (
     rf'"({_PLAIN}|\\["\\/bfnrt]|\\u([0-9a-ce-fA-CE-F]{_HEX}{{3}}|[dD][0-7]{_HEX}{{2}}'
     rf'|[dD][89abAB]{_HEX}{{2}}\\u[dD][c-fC-F]{_HEX}{{2}}))*"'
 )
-"""Any string with any escapes, but for surrogates without their pair; llguidance's has no `\/`."""
+"""Any string with any escapes, but for surrogates without their pair; llguidance knows no escaped slash."""
 _KEY = rf'"({_PLAIN}|\\["\\bfnrt]|\\u00([01]{_HEX}|7[fF]))*"'
 """A string without the escapes by which a name of the schema could be written once more."""
 
@@ -64,7 +64,9 @@ def object_rule(rules: Rules, schema: Mapping[str, Any]) -> str | None:
 
     def rest(itself: str) -> str:
         end = f"{extras} %if is_ones([0:{len(required)}])" if required else extras
-        more = (f"{extras} {comma} {pair} {itself}::set_bit({bit}) %if bit_clear({bit})" for bit, pair in enumerate(pairs))
+        more = (
+            f"{extras} {comma} {pair} {itself}::set_bit({bit}) %if bit_clear({bit})" for bit, pair in enumerate(pairs)
+        )
         return " | ".join([end, *more])
 
     after = rules.numbered(rest)
@@ -83,7 +85,7 @@ def _split(schema: Mapping[str, Any]) -> tuple[dict[str, Any], Any] | None:
         return None
     if not all(key in _SPLIT or key.startswith("x-") for key in schema):
         return None
-    members = {name: further for name in required} | properties
+    members = dict.fromkeys(required, further) | properties
     if len(members) > _MOST_NAMES or not all(map(str.isprintable, members)):
         return None
     definitions = (each for kind in _DEFINITIONS for each in schema.get(kind, {}).values())
@@ -132,5 +134,5 @@ def _definitions(schema: Mapping[str, Any], member: Any) -> dict[str, Any]:
 
 def _written(names: Iterable[str]) -> str:
     """An expression for names in their quotes, as they are or with escapes of what is not ASCII."""
-    texts = dict.fromkeys(json.dumps(name, ensure_ascii=ascii) for name in names for ascii in (False, True))
+    texts = dict.fromkeys(json.dumps(name, ensure_ascii=escaped) for name in names for escaped in (False, True))
     return "|".join(map(re.escape, texts))
