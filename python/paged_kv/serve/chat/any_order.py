@@ -1,4 +1,4 @@
-"""Grammars of objects whose members come in any order.
+"""The rules of calls' arguments: objects of JSON whose members come in any order.
 
 llguidance's own grammar of a schema has them in the schema's order. Here a rule has a number whose bits are the names
 that were written: none is written twice, and the object ends once all required ones are there.
@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paged_kv.json_schemas import parts
+from paged_kv.serve.chat.grammar import Rules, literal
+from paged_kv.serve.chat.tools import Tool
 from paged_kv.structure_trials import WHITESPACE
-
-if TYPE_CHECKING:
-    from paged_kv.serve.chat.grammar import Rules
 
 _MOST_NAMES = 64
 """Bits of a rule's number."""
@@ -37,6 +36,15 @@ _STRING = (
 """Any string with any escapes, but for surrogates without their pair; llguidance knows no escaped slash."""
 _KEY = rf'"({_PLAIN}|\\["\\bfnrt]|\\u00([01]{_HEX}|7[fF]))*"'
 """A string without the escapes by which a name of the schema could be written once more."""
+
+
+def arguments_rule(rules: Rules, tool: Tool) -> str:
+    """The arguments of a call of a tool as JSON; the name of their rule."""
+    if tool.text_grammar is None:
+        return (None if tool.is_ordered else object_rule(rules, tool.parameters)) or rules.json(tool.parameters)
+    (name,) = tool.parameters["properties"]
+    text = rules.rule(f"%lark {{\n{tool.text_grammar}\n}}")
+    return rules.rule(f"{literal(f'{{{json.dumps(name)}: {chr(34)}')} {text} {literal(chr(34) + '}')}")
 
 
 def object_rule(rules: Rules, schema: Mapping[str, Any]) -> str | None:

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from paged_kv.errors import ContractError
-from paged_kv.serve.chat.any_order import object_rule
-from paged_kv.serve.chat.tools import Tool
 from paged_kv.structure_trials import with_guidance
 from paged_kv.structured_output import Grammar, JsonSchema, Regex, Structure
 
@@ -83,15 +81,6 @@ class Rules:
     def json(self, schema: Mapping[str, Any]) -> str:
         """JSON by a schema; the name of its rule."""
         return self.rule(f"%json {with_guidance(json.dumps(schema))}")
-
-    def arguments(self, tool: Tool) -> str:
-        """The arguments of a call of a tool as JSON; the name of their rule."""
-        if tool.text_grammar is None:
-            in_any_order = None if tool.is_ordered else object_rule(self, tool.parameters)
-            return in_any_order or self.json(tool.parameters)
-        (name,) = tool.parameters["properties"]
-        text = self.rule(f"%lark {{\n{tool.text_grammar}\n}}")
-        return self.rule(f"{literal(f'{{{json.dumps(name)}: {chr(34)}')} {text} {literal(chr(34) + '}')}")
 
     def structure(self, structure: Structure) -> str:
         """A text of a structure; the name of its rule."""
