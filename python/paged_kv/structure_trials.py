@@ -44,8 +44,9 @@ _WIDE = 64
 _MOST_TRIED = 32
 """Parts of a schema at most that are tried alone."""
 _OLDEST = (1, 9)
-"""The version of llguidance from which `_WHITESPACE` holds."""
-_WHITESPACE = "( |\\n[ \\t]{0,20})?"
+"""The version of llguidance from which `WHITESPACE` holds."""
+WHITESPACE = "( |\\n[ \\t]{0,20})?"
+"""What may stand between two tokens of JSON."""
 _MOST_PATTERN = 1024
 """Characters at most of a pattern that values are checked against."""
 _MOST_VERDICTS = 1024
@@ -92,12 +93,14 @@ def limits() -> LLParserLimits:
 def with_guidance(schema: str) -> str:
     """A schema's JSON with what llguidance is told of it, in place of what it says itself: it could turn refusals off.
 
-    Between tokens of JSON may be a space, or a line's end and its indentation: some models would go on for ever.
+    Between tokens of JSON may be a space, or a line's end and its indentation: some models would go on for ever. Any
+    character may be written by its escape, but for strings with a `pattern` or a `format`.
     """
     parsed = json.loads(schema)
     if isinstance(parsed, bool):
         parsed = {} if parsed else {"anyOf": [False]}
-    return json.dumps(parsed | {"x-guidance": {"whitespace_pattern": _WHITESPACE}}, ensure_ascii=False)
+    guidance = {"whitespace_pattern": WHITESPACE, "json_allow_general_unicode_escapes": True}
+    return json.dumps(parsed | {"x-guidance": guidance}, ensure_ascii=False)
 
 
 def problem_of_matcher(matcher: LLMatcher) -> str:

@@ -242,7 +242,7 @@ def test_a_required_call_is_held_from_the_first_token_and_an_answer_after_a_thou
 REFUSED = [
     ("tools", "required", ContractTypeError, "tools must be a list"),
     ([{"type": "function"}], "auto", ContractTypeError, r"tools\[0\] must be an object with a function"),
-    ([{"type": "web", "function": {"name": "a"}}], "auto", ContractError, r"tools\[0\]: type is 'web'"),
+    ([{"type": "web", "function": {"name": "a"}}], "auto", ContractError, r"tools\[0\].type must be function"),
     ([{"type": "function", "function": {"name": "a b"}}], "auto", ContractError, "1 to 128 of"),
     ([NOW, NOW], "auto", ContractError, "a second function is called 'now'"),
     ([{"function": {"name": "a", "parameters": 5}}], "auto", ContractTypeError, "parameters must be a JSON schema"),

@@ -187,11 +187,29 @@ def test_a_tool_that_is_named_is_called_once_whatever_it_is(name):
 KINDS = {"custom": "custom_tool_call", "function": "function_call"}
 
 
-def test_a_strict_schema_is_refused_by_the_client_s_path():
-    unlike = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
-    function = {"type": "function", "name": "f", "parameters": unlike, "strict": True}
-    tools = [{"type": "web_search"}, {"type": "namespace", "name": "box", "tools": [{"type": "mcp"}, function]}]
-    with pytest.raises(FieldError) as refused:
-        prompt(read_response, {"input": "x", "tools": tools})
-    assert refused.value.param == "tools[1].tools[1].parameters"
-    assert "'box.f' is strict; it cannot at #/properties/a/uniqueItems" in str(refused.value)
+UNLIKE = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+AT_FAULT = [
+    # a function, the field at fault, and words of the error
+    ({"parameters": UNLIKE, "strict": True}, "parameters", "f' is strict; it cannot at #/properties/a/uniqueItems"),
+    ({"parameters": {"type": "array"}}, "parameters", "describe 'array'; they must be an object"),
+    ({"parameters": {"properties": {"a": {"minimum": float("nan")}}}}, "parameters", "is no JSON"),
+    ({"name": "g"}, "name", "a second function is called"),
+]
+
+
+@pytest.mark.parametrize(("function", "field", "words"), AT_FAULT)
+def test_a_tool_at_fault_is_refused_by_the_client_s_path(function, field, words):
+    whole = {"type": "function", "name": "f"} | function
+    flat = [{"type": "web_search"}, {"type": "namespace", "name": "box", "tools": [{"type": "mcp"}, G, whole]}]
+    chat = [{"type": "web"}, *({"type": "function", "function": each | {"type": None}} for each in (G, whole))]
+    for read, asked, tools, holder in (
+        (read_response, {"input": "x"}, flat, "tools[1].tools[2]"),
+        (read_chat, {"messages": [{"role": "user", "content": "x"}]}, chat, "tools[2].function"),
+    ):
+        with pytest.raises(FieldError) as refused:
+            prompt(read, asked | {"tools": tools})
+        assert refused.value.param == f"{holder}.{field}"
+        assert words in str(refused.value)
+
+
+G = {"type": "function", "name": "g"}

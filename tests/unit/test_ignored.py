@@ -156,6 +156,14 @@ def test_a_format_of_anthropic_s_is_enforced(holder):
     read(COUNT, fields, Ignored(UnknownParts()))
 
 
+def test_a_model_that_is_not_there_is_told_in_the_words_of_the_api_that_is_asked():
+    with served(scripted_without_compiler(), template=HERMES) as server:
+        for headers, shape in (({"anthropic-version": "2023-06-01"}, {"type", "error"}), ({}, {"error"})):
+            answer = server.http.get("/v1/models/other", headers=headers)
+            assert (answer.status_code, set(answer.json())) == (404, shape)
+            assert answer.json()["error"]["type"] == "not_found_error"
+
+
 def test_answers_of_every_kind_have_the_header_and_the_log_has_it_once(caplog):
     odd = {"thread": 1, "a, b\r\nx": 1, "ü" * 300: 1} | {f"field_{number}" * 9: 1 for number in range(100)}
     with served(scripted_without_compiler("Yes.", "Yes."), template=HERMES, length=2048) as server:
@@ -171,6 +179,9 @@ def test_answers_of_every_kind_have_the_header_and_the_log_has_it_once(caplog):
         assert named.isprintable()
         assert len(named) < 1100
         assert named.startswith("?a??b?r?nx?, field_0")
+        for more, status in (({"messages": ASKED * 2000}, 400), ({}, 500)):  # of reading, and of a script at its end
+            answer = server.http.post(CHAT, json=BODIES[CHAT] | {"tools": [{"type": "web"}]} | more)
+            assert (answer.status_code, answer.headers["x-ignored"]) == (status, "tools[0]")
     with served(scripted_without_compiler(), template=HERMES, strict=True) as server:
         status, answer = server.post(CHAT, BODIES[CHAT] | {"thread": 1})
         assert (status, answer["error"]["param"]) == (400, "thread")

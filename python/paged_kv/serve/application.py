@@ -22,7 +22,16 @@ from paged_kv.serve.exchange import Event, Exchange
 from paged_kv.serve.fields import FieldError, Fields, parse
 from paged_kv.serve.ignored import Ignored, UnknownParts
 from paged_kv.serve.metrics import Metrics
-from paged_kv.serve.middleware import ANTHROPIC, Receive, Scope, Send, error_event, error_of
+from paged_kv.serve.middleware import (
+    ANTHROPIC,
+    ANTHROPIC_VERSION,
+    Receive,
+    Scope,
+    Send,
+    error_event,
+    error_of,
+    worded_as,
+)
 from paged_kv.serve.openai_chat import read_chat, read_conversation
 from paged_kv.serve.openai_completions import read_completion
 from paged_kv.serve.openai_responses import count_input_tokens, read_response
@@ -52,18 +61,23 @@ def application(model: ServedModel, backend: Backend, metrics: Metrics, *, stric
     """The application of one model; a strict one refuses parts of requests that it does not know."""
     unknown = UnknownParts(strict)
 
+    def noted(request: Request) -> Ignored:
+        """What will be ignored of a request; an error's answer names it too."""
+        request.state.ignored = Ignored(unknown)
+        return request.state.ignored
+
     async def compute(request: Request) -> Reply:
-        body, read, ignored = await request.body(), ROUTES[request.url.path], Ignored(unknown)
+        body, read, ignored = await request.body(), ROUTES[request.url.path], noted(request)
         exchange = await _beside(body, lambda: read(parse(body, ignored), model))
         return Reply(exchange, backend, metrics, ignored.headers())
 
     async def told(request: Request) -> JSONResponse:
-        body, read, ignored = await request.body(), QUESTIONS[request.url.path], Ignored(unknown)
+        body, read, ignored = await request.body(), QUESTIONS[request.url.path], noted(request)
         answer = await _beside(body, lambda: read(parse(body, ignored), model))
         return JSONResponse(answer, headers=ignored.headers())
 
     async def models(request: Request) -> JSONResponse:
-        name, for_anthropic = request.path_params.get("name"), "anthropic-version" in request.headers
+        name, for_anthropic = request.path_params.get("name"), ANTHROPIC_VERSION in request.headers
         if name is not None:
             return JSONResponse(model.named(name).describe(for_anthropic=for_anthropic))
         listed = {"data": [model.named(each).describe(for_anthropic=for_anthropic) for each in model.names]}
@@ -150,10 +164,10 @@ class Reply:
         exchange: The request, and its answer.
         backend: Computes its jobs.
         metrics: Watch them.
-        headers: Further headers of an answer that is no error.
+        headers: Further headers of the answer.
     """
 
-    def __init__(self, exchange: Exchange, backend: Backend, metrics: Metrics, headers: Mapping[str, str]) -> None:
+    def __init__(self, exchange: Exchange, backend: Backend, metrics: Metrics, headers: dict[str, str]) -> None:
         self._exchange, self._backend, self._metrics, self._headers = exchange, backend, metrics, headers
         self._streams = False
 
@@ -190,7 +204,7 @@ class Reply:
             if self._streams:
                 await send({"type": "http.response.body", "body": error_event(said, path)})
             else:
-                await _send_whole(send, status, json.dumps(said).encode(), headers)
+                await _send_whole(send, status, json.dumps(said).encode(), headers | self._headers)
 
     async def _pieces(self) -> AsyncGenerator[tuple[int, list[Piece]], None]:
         """The pieces of all jobs, each batch with its job's index."""
@@ -291,11 +305,13 @@ def _told(error: Exception, status: int, message: str, path: str) -> dict[str, A
 
 async def _error(request: Request, error: Exception) -> Response:
     status, message, headers = _answer_of(error)
-    return JSONResponse(_told(error, status, message, request.url.path), status, headers)
+    ignored = getattr(request.state, "ignored", None)
+    said = _told(error, status, message, worded_as(request.url.path, request.headers.raw))
+    return JSONResponse(said, status, headers | (ignored.headers() if ignored else {}))
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     wording = {404: "There is no such route here.", 405: "This route takes another method."}
     message = wording.get(error.status_code, error.detail)
-    said = error_of(error.status_code, message, path=request.url.path)
+    said = error_of(error.status_code, message, path=worded_as(request.url.path, request.headers.raw))
     return JSONResponse(said, error.status_code, error.headers)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from paged_kv.engine.sampling import Logprobs
 from paged_kv.errors import ContractError
 from paged_kv.serve.backend import Job, Piece
 from paged_kv.serve.chat import CallStart, ChatFormat, Content, Delta, MessageParser, Reasoning
-from paged_kv.serve.chat.tools import ToolSchemaError
+from paged_kv.serve.chat.tools import ToolError
 from paged_kv.serve.client_tools import ClientTool, ToolCall, read_calls
 from paged_kv.serve.exchange import Event, Exchange
 from paged_kv.serve.fields import FieldError, Fields
@@ -49,7 +50,8 @@ class Conversation:
     def _rendered(self) -> tuple[str, str]:
         """The prompt, and the part of it that is the message which is continued."""
         if self.tools is not None:
-            self.format.check_tools(self.tools, self.choice)
+            with self._client_paths():
+                self.format.check_tools(self.tools, self.choice)
         messages = _without_billing(self.messages)
         if self.continues:
             return self.format.render_begun(messages, self.tools, **self.template)
@@ -59,10 +61,20 @@ class Conversation:
         """Return what the answer to a prompt must be; `answer` where it is no call. Raises ContractError."""
         texts = {name: tool.grammar for name, tool in self.client_tools.items() if tool.is_text}
         begun = self._rendered[1]
-        try:
+        with self._client_paths():
             return self.format.structure(self.tools, self.choice, self.parallel, answer, prompt, begun, texts)
-        except ToolSchemaError as error:
-            raise FieldError(self.schema_paths[error.index], error.problem) from None
+
+    @contextmanager
+    def _client_paths(self) -> Iterator[None]:
+        """Errors of tools name the field of the request: some of its tools may be left out, others in a namespace."""
+        try:
+            yield
+        except ToolError as error:
+            path = self.schema_paths[error.index]
+            function = path.rpartition(".")[0]
+            whole = function.removesuffix(".function")
+            paths = {"": whole, "type": f"{whole}.type", "name": f"{function}.name", "parameters": path}
+            raise FieldError(paths[error.field], error.problem) from None
 
     def message(self, prompt: str) -> Message:
         """The message that the answer to a prompt is."""

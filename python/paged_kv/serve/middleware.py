@@ -69,6 +69,8 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 ANTHROPIC = "/v1/messages"
 """The beginning of the paths of Anthropic's routes."""
+ANTHROPIC_VERSION = "anthropic-version"
+"""A header that Anthropic's clients send."""
 _BRACKETS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
 
@@ -94,6 +96,12 @@ class Rules:
     max_connections: int = 256
     origins: Origins = field(default_factory=Origins)
     """Pages of other servers that may send requests and read their answers."""
+
+
+def worded_as(path: str, headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The route in whose words a client expects errors: both APIs have /v1/models, and a header says whose is asked."""
+    is_shared = path == "/v1/models" or path.startswith("/v1/models/")
+    return ANTHROPIC if is_shared and _values(headers, ANTHROPIC_VERSION.encode()) else path
 
 
 def error_of(
@@ -153,7 +161,7 @@ class Middleware:
         origins = _values(headers, b"origin")
         number = request_number(_values(headers, b"x-request-id"))
         also = rules.origins.headers(origins[0] if len(origins) == 1 else None)
-        answer = _Answer(send, scope["path"], number, also)
+        answer = _Answer(send, worded_as(scope["path"], headers), number, also)
         body = _Body(scope, receive)
         try:
             self._check_page(scope, origins)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from paged_kv.errors import ContractError
-from paged_kv.serve.chat.tools import Tool
 from paged_kv.structure_trials import with_guidance
 from paged_kv.structured_output import Grammar, JsonSchema, Regex, Structure
 
@@ -40,6 +39,20 @@ class Rules:
             self._lines.append(f"{name}: {body()}")
         return self._named[key]
 
+    def numbered(self, body: Callable[[str], str]) -> str:
+        """A rule with a number (llguidance's parametric grammars), whose body may name it; its name."""
+        self._count += 1
+        name = f"rule_{self._count}"
+        self._lines.append(f"{name}::_: {body(name)}")
+        return name
+
+    def pattern(self, pattern: str) -> str:
+        """The one terminal of a regular expression; its name."""
+        key = f"pattern {pattern}"
+        if key not in self._named:
+            self._named[key] = self.terminal(regex(pattern))
+        return self._named[key]
+
     def terminal(self, body: str) -> str:
         """A terminal; its name."""
         self._count += 1
@@ -68,14 +81,6 @@ class Rules:
     def json(self, schema: Mapping[str, Any]) -> str:
         """JSON by a schema; the name of its rule."""
         return self.rule(f"%json {with_guidance(json.dumps(schema))}")
-
-    def arguments(self, tool: Tool) -> str:
-        """The arguments of a call of a tool as JSON; the name of their rule."""
-        if tool.text_grammar is None:
-            return self.json(tool.parameters)
-        (name,) = tool.parameters["properties"]
-        text = self.rule(f"%lark {{\n{tool.text_grammar}\n}}")
-        return self.rule(f"{literal(f'{{{json.dumps(name)}: {chr(34)}')} {text} {literal(chr(34) + '}')}")
 
     def structure(self, structure: Structure) -> str:
         """A text of a structure; the name of its rule."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -46,8 +48,9 @@ def hold(tools: tuple[Tool, ...], syntax: Syntax) -> tuple[Tool, ...]:
 
 
 def held_together(tools: tuple[Tool, ...], grammar: Callable[[Sequence[Tool]], Grammar]) -> Grammar:
-    """The grammar of a message that may call tools. Where it cannot be compiled or followed, the arguments of those
-    tools that are at fault, else of all that are not strict, are held to be an object alone.
+    """The grammar of a message that may call tools. Where it cannot be compiled or followed, all arguments come in the
+    order of their schemas; where it still cannot, those of the tools that are at fault, else of all that are not
+    strict, are held to be an object alone.
 
     Args:
         tools: The tools, each of which can be held by itself.
@@ -57,6 +60,11 @@ def held_together(tools: tuple[Tool, ...], grammar: Callable[[Sequence[Tool]], G
         ToolSchemaError: a tool is strict and at fault.
         ContractError: there is no such grammar for the tools.
     """
+    with suppress(ContractError):  # it may be too long
+        whole = grammar(tools)
+        if not problem_of(whole):
+            return whole
+    tools = tuple(replace(tool, is_ordered=True) for tool in tools)
     whole = grammar(tools)
     if not (problem := problem_of(whole)):
         return whole

@@ -14,9 +14,29 @@ from paged_kv.json_schemas import close
 from paged_kv.structured_output import JsonSchema
 
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+_FIELDS = {"": "", "type": ".type", "name": ".function.name", "parameters": ".function.parameters"}
 
 
-class ToolSchemaError(ContractError):
+class ToolError(ContractError):
+    """A tool of a request is malformed.
+
+    Args:
+        index: Its place among the tools.
+        field: The field at fault: "type", "name" or "parameters"; "" for the tool itself.
+        problem: What the field must be.
+    """
+
+    def __init__(self, index: int, field: str, problem: str) -> None:
+        self.index, self.field, self.problem = index, field, problem
+        self.param = f"tools[{index}]{_FIELDS[field]}"
+        super().__init__(f"{self.param} {problem}")
+
+
+class ToolTypeError(ToolError, ContractTypeError):
+    """A tool of a request, or its schema, has a wrong type."""
+
+
+class ToolSchemaError(ToolError):
     """The schema of a tool's arguments cannot be enforced, and the request demands that it is.
 
     Args:
@@ -25,10 +45,8 @@ class ToolSchemaError(ContractError):
     """
 
     def __init__(self, tool: Tool, problem: str) -> None:
-        self.index = tool.index
-        self.param = f"tools[{tool.index}].function.parameters"
-        self.problem = f"must be a schema that can be enforced, as {tool.name!r} is strict; it cannot at {problem}"
-        super().__init__(f"{self.param} {self.problem}")
+        words = f"must be a schema that can be enforced, as {tool.name!r} is strict; it cannot at {problem}"
+        super().__init__(tool.index, "parameters", words)
 
 
 @dataclass(frozen=True)
@@ -49,6 +67,8 @@ class Tool:
     """True if its one argument is a text, whatever the schema."""
     text_grammar: str | None = None
     """The grammar, in Lark, of a text inside JSON's quotes; it is kept where calls are written as JSON."""
+    is_ordered: bool = False
+    """True if arguments come in the order of the schema, whatever it is."""
 
     def of_text(self, grammar: str | None) -> Tool:
         """The same tool, whose one argument is a text."""
@@ -71,7 +91,8 @@ def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
     """The tools of a request: `{"type": "function", "function": {"name": ..., "parameters": ...}}` each.
 
     Raises:
-        ContractTypeError, ContractError: one is no function, its name or its schema is wrong, or two have one name.
+        ContractTypeError: they are no list.
+        ToolError, ToolTypeError: one is no function, its name or its schema is wrong, or two have one name.
     """
     if tools is None:
         return ()
@@ -81,17 +102,15 @@ def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
     for at, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(tool, Mapping) or not isinstance(function, Mapping):
-            raise ContractTypeError(f"tools[{at}] must be an object with a function, not {shown(tool)}")
+            raise ToolTypeError(at, "", f"must be an object with a function, not {shown(tool)}")
         if tool.get("type", "function") != "function":
-            raise ContractError(f"tools[{at}]: type is {shown(tool['type'])}; a function is expected")
+            raise ToolError(at, "type", f"must be function, not {shown(tool['type'])}")
         name = function.get("name")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise ContractError(
-                f"tools[{at}]: the name of a function is 1 to 128 of A-Z a-z 0-9 _ . : -, not {shown(name)}"
-            )
+            raise ToolError(at, "name", f"must be 1 to 128 of A-Z a-z 0-9 _ . : -, not {shown(name)}")
         if name in found:
-            raise ContractError(f"tools[{at}]: a second function is called {name!r}")
-        schema = _parameters(f"tools[{at}] ({name})", function.get("parameters"))
+            raise ToolError(at, "name", f"must be another one: a second function is called {name!r}")
+        schema = _parameters(at, function.get("parameters"))
         parameters = {"additionalProperties": False} | schema if function.get("parameters") is None else close(schema)
         found[name] = Tool(name, parameters, schema, function.get("strict") is True, at)
     return tuple(found.values())
@@ -128,16 +147,16 @@ def chosen_tools(tools: tuple[Tool, ...], choice: Any) -> tuple[tuple[Tool, ...]
     return named, True
 
 
-def _parameters(place: str, parameters: Any) -> dict[str, Any]:
+def _parameters(index: int, parameters: Any) -> dict[str, Any]:
     given = {} if parameters is None else parameters
     if not isinstance(given, Mapping):
-        raise ContractTypeError(f"{place}: parameters must be a JSON schema, not {shown(parameters)}")
+        raise ToolTypeError(index, "parameters", f"must be a JSON schema, not {shown(parameters)}")
     try:
         schema = json.loads(str(JsonSchema(given).schema))
     except ContractTypeError as error:
-        raise ContractTypeError(f"{place}: parameters: {error}") from None
+        raise ToolTypeError(index, "parameters", f"cannot be read: {error}") from None
     except ContractError as error:
-        raise ContractError(f"{place}: parameters: {error}") from None
+        raise ToolError(index, "parameters", f"cannot be read: {error}") from None
     if schema.setdefault("type", "object") != "object":
-        raise ContractError(f"{place}: parameters describe {shown(schema['type'])}; they must be an object")
+        raise ToolError(index, "parameters", f"describe {shown(schema['type'])}; they must be an object")
     return schema

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paged_kv.serve.chat.any_order import arguments_rule
 from paged_kv.serve.chat.grammar import Rules, literal
 from paged_kv.serve.chat.message import Incoming, Outgoing, Step
 from paged_kv.serve.chat.syntaxes.base import Asked, Call, Syntax, dumps
@@ -42,7 +43,7 @@ class DeepSeek31(Syntax):
         return f"{call}{more} {rules.mark(_ALL_END)}"
 
     def _one(self, rules: Rules, asked: Asked) -> list[str]:
-        return [f"{literal(tool.name)} {rules.mark(_NAME)} {rules.arguments(tool)}" for tool in asked.tools]
+        return [f"{literal(tool.name)} {rules.mark(_NAME)} {arguments_rule(rules, tool)}" for tool in asked.tools]
 
     def read_call(self, text: Incoming, out: Outgoing) -> Step[bool]:
         found = False
@@ -88,4 +89,4 @@ class DeepSeek3(DeepSeek31):
 
     def _one(self, rules: Rules, asked: Asked) -> list[str]:
         kind = f'"function" {rules.mark(_NAME)}'
-        return [f"{kind} {literal(tool.name + self._BEFORE)} {rules.arguments(tool)}" for tool in asked.tools]
+        return [f"{kind} {literal(tool.name + self._BEFORE)} {arguments_rule(rules, tool)}" for tool in asked.tools]

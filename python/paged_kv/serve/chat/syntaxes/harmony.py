@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from paged_kv.serve.chat.any_order import arguments_rule
 from paged_kv.serve.chat.grammar import TEXT, Rules, literal
 from paged_kv.serve.chat.message import Incoming, Outgoing, Step
 from paged_kv.serve.chat.syntaxes.base import Asked, Call, Syntax, dumps
@@ -36,7 +37,7 @@ class Harmony(Syntax):
         thoughts = rules.any(f"{channel} {literal(name)} {message} {rules.until(_END)}" for name in before)
         last = []
         for tool in asked.tools:
-            to, arguments = f" to=functions.{tool.name}", rules.arguments(tool)
+            to, arguments = f" to=functions.{tool.name}", arguments_rule(rules, tool)
             last.append(f"{channel} {literal('commentary' + to)} {constrain} {message} {arguments}")
             last.append(f'{literal(to)} {channel} "commentary" {constrain} {message} {arguments}')
         if not asked.is_required:

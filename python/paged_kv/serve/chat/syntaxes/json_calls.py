@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from paged_kv.serve.chat.any_order import arguments_rule
 from paged_kv.serve.chat.grammar import Rules, literal
 from paged_kv.serve.chat.message import Incoming, Outgoing, Step
 from paged_kv.serve.chat.syntaxes.base import Asked, Call, dumps
@@ -15,7 +16,7 @@ _ARGUMENTS = ("arguments", "parameters")
 def call_rule(rules: Rules, asked: Asked, arguments: str = "arguments") -> str:
     """The rule of one call: `{"name": ..., "arguments": {...}}`."""
     return rules.any(
-        f"{literal(head(tool.name, arguments))} {rules.arguments(tool)} {literal('}')}" for tool in asked.tools
+        f"{literal(head(tool.name, arguments))} {arguments_rule(rules, tool)} {literal('}')}" for tool in asked.tools
     )
 
 

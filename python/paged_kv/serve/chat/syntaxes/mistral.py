@@ -6,6 +6,7 @@ import secrets
 import string
 from collections.abc import Sequence
 
+from paged_kv.serve.chat.any_order import arguments_rule
 from paged_kv.serve.chat.grammar import Rules, literal
 from paged_kv.serve.chat.message import Incoming, Outgoing, Step
 from paged_kv.serve.chat.syntaxes.base import Asked, Call, Syntax, dumps
@@ -51,7 +52,8 @@ class Mistral(MistralList):
     def calls(self, rules: Rules, asked: Asked) -> str:
         given = f" {rules.mark(_ID)} /[A-Za-z0-9]{{9}}/" if _ID in self.template else ""
         call = rules.any(
-            f"{literal(tool.name)}{given} {rules.mark(_ARGUMENTS)} {rules.arguments(tool)}" for tool in asked.tools
+            f"{literal(tool.name)}{given} {rules.mark(_ARGUMENTS)} {arguments_rule(rules, tool)}"
+            for tool in asked.tools
         )
         return call + (f" ({rules.mark(self.OPENING)} {call})*" if asked.is_parallel else "")
 
