@@ -61,12 +61,9 @@ def calls_of(op: Operation, layers: Layers) -> list[Call]:
     Raises:
         UnknownGraph: there is no kernel for it.
     """
-    if op.name in UNARY or op.name in BINARY:
-        read, dtypes = _pointwise, "x|xx"
-    elif op.name in _OPS:
-        read, dtypes = _OPS[op.name]
-    else:
+    if op.name not in _OPS:
         raise UnknownGraph(f"the operation {op.name}")
+    read, dtypes = _OPS[op.name]
     _check_dtypes(op, dtypes)
     return [read(op, layers)]
 
@@ -420,6 +417,7 @@ def _latent_cache(slots: Value, table: Value, view: Value) -> list[Word]:
 
 
 _OPS: dict[str, tuple[Callable[[Operation, Layers], Call], str]] = {
+    **dict.fromkeys((*UNARY, *BINARY), (_pointwise, "x|xx")),
     "CastOp": (_convert, "?|?*"),
     "paged_kv_take_rows": (_take_rows, "x|xi"),
     "paged_kv_take_columns": (_take_columns, "x|x?"),
