@@ -53,6 +53,21 @@ def test_every_order_of_arguments_comes_once_and_whole(compiler, schema, must, m
         assert not compiler.accepts(grammar, text), text
 
 
+@pytest.mark.parametrize("further", [False, {"type": "boolean"}])
+def test_parameters_between_tags_come_in_any_order_too(compiler, further):
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}, "c": {}}}
+    parameters |= {"required": ["b"], "additionalProperties": further}
+    chat = ChatFormat({"default": TEMPLATES["qwen-coder"]}, {})
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    grammar, written = chat.structure([tool], "required", False, None), {"a": "1", "b": "x", "c": "[2]", "q": "true"}
+    for count in range(5):
+        for names in [*permutations(written, count), ("b", "b"), ("a", "b", "a")]:
+            values = "".join(f"<parameter={name}>\n{written[name]}\n</parameter>\n" for name in names)
+            text = f"<tool_call>\n<function=f>\n{values}</function>\n</tool_call>"
+            is_valid = "b" in names and len(set(names)) == len(names) and (further or "q" not in names)
+            assert compiler.accepts(grammar, text) == bool(is_valid), text
+
+
 def test_white_space_is_that_of_a_schema_in_its_order(compiler):
     pieces, grammar, schema = ["{", '"a"', ":", "1", ",", '"b"', ":", '"x"', "}", ""], of(CLOSED), JsonSchema(CLOSED)
     spaces = ("", " ", "\n", "\n\t ", "  ", " \n", "\n" + 21 * " ")

@@ -16,7 +16,7 @@ from paged_kv.serve.chat.grammar import Rules, literal
 from paged_kv.serve.chat.tools import Tool
 from paged_kv.structure_trials import WHITESPACE
 
-_MOST_NAMES = 64
+MOST_NAMES = 64
 """Bits of a rule's number."""
 _NOTES = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment")
 """Keywords that say nothing of what is valid."""
@@ -94,7 +94,7 @@ def _split(schema: Mapping[str, Any]) -> tuple[dict[str, Any], Any] | None:
     if not all(key in _SPLIT or key.startswith("x-") for key in schema):
         return None
     members = dict.fromkeys(required, further) | properties
-    if len(members) > _MOST_NAMES or not all(map(str.isprintable, members)):
+    if len(members) > MOST_NAMES or not all(map(str.isprintable, members)):
         return None
     definitions = (each for kind in _DEFINITIONS for each in schema.get(kind, {}).values())
     if not all(map(_stands_alone, [*members.values(), *definitions])):

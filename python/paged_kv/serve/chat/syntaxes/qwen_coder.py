@@ -9,6 +9,7 @@ from typing import Any
 
 from paged_kv.errors import ContractError
 from paged_kv.json_schemas import Problem
+from paged_kv.serve.chat.any_order import MOST_NAMES
 from paged_kv.serve.chat.grammar import Rules, literal
 from paged_kv.serve.chat.message import Incoming, Outgoing, Say, Step
 from paged_kv.serve.chat.schemas import Schema, kind_of
@@ -31,7 +32,8 @@ class QwenCoder(Syntax):
 
     def calls(self, rules: Rules, asked: Asked) -> str:
         call = rules.any(
-            f"{literal(f'{_LINE}<function={tool.name}>{_LINE}')} {self._parameters(rules, tool.parameters)} "
+            f"{literal(f'{_LINE}<function={tool.name}>{_LINE}')} "
+            f"{_parameters(rules, tool.parameters, is_ordered=tool.is_ordered)} "
             f"{literal(f'</function>{_LINE}')} {rules.mark(_CLOSING)}"
             for tool in asked.tools
         )
@@ -39,27 +41,13 @@ class QwenCoder(Syntax):
 
     def problem(self, parameters: Mapping[str, Any]) -> Problem | None:
         try:
-            self._parameters(Rules(), parameters)
+            _parameters(Rules(), parameters)
         except ContractError as error:
             return Problem("#", str(error))
         return None
 
     def relaxed(self, parameters: dict[str, Any]) -> dict[str, Any]:
         return {} if self.problem(parameters) else parameters
-
-    def _parameters(self, rules: Rules, parameters: Mapping[str, Any]) -> str:
-        schema = Schema(parameters)
-        each = []
-        for name, value in schema.properties.items():
-            rule = f"{literal(f'<parameter={name}>{_LINE}')} {_value_rule(rules, value)}"
-            each.append(rule if name in schema.required else f"({rule})?")
-        if schema.further is not None:
-            key = "/[A-Za-z0-9_.-]+/"
-            if each:
-                names = "|".join(re.escape(name).replace("/", "\\/") for name in schema.properties)
-                key = f"{key} & ~/{names}/"
-            each.append(f'("<parameter=" {rules.terminal(key)} ">\\n" {_value_rule(rules, schema.further)})*')
-        return " ".join(each) or '""'
 
     def read_call(self, text: Incoming, out: Outgoing) -> Step[bool]:
         yield from text.space()
@@ -98,6 +86,36 @@ class QwenCoder(Syntax):
             )
             each.append(f"{self.OPENING}\n<function={call.name}>\n{values}</function>\n{_CLOSING}")
         return "\n".join(each)
+
+
+def _parameters(rules: Rules, parameters: Mapping[str, Any], *, is_ordered: bool = False) -> str:
+    """The rule of a call's parameters: each once and all required ones, in any order or in that of the schema."""
+    schema = Schema(parameters)
+    names = sorted(schema.properties, key=lambda name: name not in schema.required)
+    further = ""
+    if schema.further is not None:
+        key = "/[A-Za-z0-9_.-]+/"
+        if names:
+            others = "|".join(re.escape(name).replace("/", "\\/") for name in names)
+            key = f"{key} & ~/{others}/"
+        further = rules.rule(f'("<parameter=" {rules.terminal(key)} ">\\n" {_value_rule(rules, schema.further)})*')
+    pairs = {
+        name: rules.rule(f"{literal(f'<parameter={name}>{_LINE}')} {_value_rule(rules, value)}")
+        for name, value in schema.properties.items()
+    }
+    if is_ordered or not 1 < len(names) <= MOST_NAMES:
+        each = [pair if name in schema.required else f"({pair})?" for name, pair in pairs.items()]
+        return " ".join([*each, further]).strip() or '""'
+    required = len(set(names) & set(schema.required))
+
+    def rest(itself: str) -> str:
+        end = f"{further} %if is_ones([0:{required}])" if required else further
+        more = (
+            f"{further} {pairs[name]} {itself}::set_bit({bit}) %if bit_clear({bit})" for bit, name in enumerate(names)
+        )
+        return " | ".join([end or '""', *more])
+
+    return f"{rules.numbered(rest)}::0"
 
 
 def _value_rule(rules: Rules, schema: Schema) -> str:
