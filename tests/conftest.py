@@ -33,10 +33,10 @@ ONE_PROCESS = ("isa", "gpu", "max_serve", "ray", "vllm")
 takes several GB."""
 
 LONGEST_FIRST = (
-    *("engine/test_families.py", "engine/test_llama.py", "ops/test_graph_ops.py"),
-    *("ops/test_append_op.py", "engine/test_shares.py", "engine/test_cli.py", "mojo/test_mojo.py"),
-    *("engine/test_memory.py", "engine/test_gguf.py", "ops/test_quantised.py", "ops/test_linear_op.py"),
-    *("api/test_examples.py", "api/test_pages.py", "engine/test_weights_memory.py"),
+    *("ops/test_graph_ops.py", "engine/test_families.py", "engine/test_gguf.py", "mojo/test_mojo.py"),
+    *("engine/test_shares.py", "engine/test_llama.py", "ops/test_append_op.py", "engine/test_transformers.py"),
+    *("engine/test_cli.py", "ops/test_quantised.py", "ops/test_linear_op.py", "engine/test_memory.py"),
+    *("api/test_examples.py", "api/test_pages.py"),
 )
 """Files that compile before their first test start first. Two that compile the same family never stand side by side."""
 

@@ -9,7 +9,7 @@ from paged_kv.graphs.models import decoder
 from paged_kv.runtime.graph_reading import Operation, ReadGraph, UnknownGraph, Value, Word, product
 from paged_kv.runtime.libraries import Kernel
 from paged_kv.runtime.program import Program, kernels_of, place
-from paged_kv.runtime.program_ops import ACTIVATIONS, BINARY, CONVERTED, UNARY, Call, Layers, calls_of
+from paged_kv.runtime.program_ops import ACTIVATIONS, BINARY, CONVERTED, UNARY, Call, Layers, calls_of, calls_of_all
 from support.mojo_names import mojo_tuple
 
 T, B = Word(0, 1, "T"), Word(0, 1, "B")
@@ -158,6 +158,17 @@ def test_what_no_kernel_computes_is_not_known(name, operands, words):
     result = value(T, 8, dtype=operands[0].dtype)
     with pytest.raises(UnknownGraph, match=words):
         calls_of(Operation(name, operands, [result], {}), Layers("float32"))
+
+
+def test_quantised_products_of_a_step_are_calls_of_one_library():
+    def product_of(*encodings):
+        number = sum(encoding << 5 * at for at, encoding in enumerate(encodings))
+        x, *ws = value(T, 256), *(value(8, 144, dtype=DType.uint8) for _ in encodings)
+        results = [value(T, 8) for _ in encodings]
+        return Operation("paged_kv_quantised_linear", [x, *ws], results, {"encodings": number})
+
+    calls = calls_of_all([product_of(2), product_of(2, 5), add(value(T, 8), value(T, 8))[0]], Layers("float32"))
+    assert [[call.kernel.mask for call in of_one] for of_one in calls] == [[1 << 2 | 1 << 5]] * 2 + [[0]]
 
 
 def test_an_output_that_no_operation_makes_is_not_known():

@@ -118,14 +118,16 @@ class TreeModel:
         self._programs: dict[str, Program] = {}
         self._models: dict[str, Model] = {}
         if self._device.is_host:
-            for name in keys:
-                blocks = to_numpy(model.blocks)
-                buffers = [None] * 4 + [blocks] + ([] if name == _MOVES else [None])
-                graph = read(lambda module, library, name=name: build(module, [name], library), buffers)
-                weights = {each: to_numpy(model.weights[each]) for each in graph.weights}
-                self._programs[name] = Program(graph, weights, buffers)
+            self._programs = {name: self._program(name, build) for name in keys}
         else:
             self._models = load_graphs(runtime.session, keys, build, weights=model.weights, on_compile=on_compile)
+
+    def _program(self, name: str, build: Callable[..., None]) -> Program:
+        buffers: list[np.ndarray | None] = [None] * 4 + [to_numpy(self.model.blocks)]
+        if name != _MOVES:
+            buffers.append(None)
+        graph = read(lambda module, library: build(module, [name], library), buffers)
+        return Program(graph, {each: to_numpy(self.model.weights[each]) for each in graph.weights}, buffers)
 
     def step(
         self,

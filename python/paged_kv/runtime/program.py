@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from threading import Lock
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 from paged_kv.errors import ContractError
 from paged_kv.runtime.graph_reading import Array, ReadGraph, UnknownGraph, Value, Word
 from paged_kv.runtime.libraries import Kernel, load, refusal
-from paged_kv.runtime.program_ops import Call, Layers, calls_of
+from paged_kv.runtime.program_ops import Call, Layers, calls_of_all
 from paged_kv.runtime.team import workers
 
 _LINE = 64
@@ -76,8 +77,7 @@ class Program:
         self.calls: list[Call] = []
         self.of_call: list[int] = []
         """The number of the operation of each call."""
-        for index, op in enumerate(graph.operations):
-            made = calls_of(op, layers)
+        for index, made in enumerate(calls_of_all(graph.operations, layers)):
             self.calls += made
             self.of_call += [index] * len(made)
         runner, *_ = kernels = _kernels(layers, self.calls)
@@ -196,7 +196,7 @@ def kernels_of(graph: ReadGraph) -> list[Kernel]:
         UnknownGraph: as `Program`.
     """
     layers = Layers.of(graph.operations)
-    return _kernels(layers, [call for op in graph.operations for call in calls_of(op, layers)])
+    return _kernels(layers, list(chain.from_iterable(calls_of_all(graph.operations, layers))))
 
 
 def _kernels(layers: Layers, calls: Sequence[Call]) -> list[Kernel]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 from max.dtype import DType
@@ -53,6 +54,25 @@ class Layers:
         if name not in ("float32", "bfloat16"):
             raise UnknownGraph(f"{kind} of {name}")
         return Kernel(kind, (name,))
+
+
+def calls_of_all(operations: Sequence[Operation], layers: Layers) -> list[list[Call]]:
+    """The calls of each operation. Of a kind of quantised products all are calls of one library, that of all their
+    encodings: the code of an encoding is compiled once.
+
+    Raises:
+        UnknownGraph: as `calls_of`.
+    """
+    of_each = [calls_of(op, layers) for op in operations]
+    masks: dict[Kernel, int] = {}
+    for call in chain.from_iterable(of_each):
+        kind = replace(call.kernel, mask=0)
+        masks[kind] = masks.get(kind, 0) | call.kernel.mask
+
+    def together(call: Call) -> Call:
+        return call._replace(kernel=replace(call.kernel, mask=masks[replace(call.kernel, mask=0)]))
+
+    return [[together(call) for call in calls] for calls in of_each]
 
 
 def calls_of(op: Operation, layers: Layers) -> list[Call]:
