@@ -128,7 +128,7 @@ def rotate(x: TensorValue, cos: TensorValue, sin: TensorValue, *, pairs: bool = 
     Args:
         x: The others of its dimensions are copied.
         cos: `[N, C]` float32, of the angle by which dimensions `i` and `C + i` of a row turn.
-        sin: Of the same shape.
+        sin: `[N, C]` float32, of the same angles.
         pairs: Dimensions `2 i` and `2 i + 1` turn together, and become dimensions `i` and `C + i`.
 
     Raises:

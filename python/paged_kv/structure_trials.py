@@ -46,7 +46,7 @@ _MOST_TRIED = 32
 _OLDEST = (1, 9)
 """The version of llguidance from which `WHITESPACE` holds."""
 WHITESPACE = "( |\\n[ \\t]{0,20})?"
-"""What may stand between two tokens of JSON."""
+"""The white space that may stand between two tokens of JSON."""
 _MOST_PATTERN = 1024
 """Characters at most of a pattern that values are checked against."""
 _MOST_VERDICTS = 1024

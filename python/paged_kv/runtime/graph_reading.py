@@ -29,7 +29,7 @@ _BUILDING = Lock()
 
 @contextmanager
 def graph_building() -> Iterator[None]:
-    """Where graphs are built, by one thread at a time: MAX has entered its context in the main thread alone."""
+    """Graphs are built in it, by one thread at a time: MAX has entered its context in the main thread alone."""
     with _BUILDING, ensure_default_mlir_context():
         yield
 

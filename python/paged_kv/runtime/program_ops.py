@@ -471,4 +471,4 @@ _OPS: dict[str, tuple[Callable[[Operation, Layers], Call], str]] = {
     "paged_kv_mla_attention": (_latent_attention, "?f|xxii??u?ff"),
     "BroadcastToOp": (_broadcast_row, "x|x?*"),
 }
-"""How an operation becomes a call, and the dtypes of its values as `_check_dtypes` reads them."""
+"""By the name of an operation, what makes its call, and the dtypes of its values as `_check_dtypes` reads them."""

@@ -62,7 +62,7 @@ def application(model: ServedModel, backend: Backend, metrics: Metrics, *, stric
     unknown = UnknownParts(strict)
 
     def noted(request: Request) -> Ignored:
-        """What will be ignored of a request; an error's answer names it too."""
+        """The parts of a request that will be ignored; an error's answer names it too."""
         request.state.ignored = Ignored(unknown)
         return request.state.ignored
 
