@@ -295,7 +295,8 @@ struct ChooseExperts:
     """Chooses the experts of each row and their weights, as `ExpertChoice` says. CPU only.
 
     logits `[N, E]` float32; bias `[E]` float32, or empty; sizes `[4]` int32: groups, chosen groups, 1 for sigmoids,
-    1 for weights whose sum is 1; scale `[2]` float32: that of weights, and the jitter. weights `[N, C]` float32, experts `[N, C]` int32.
+    1 for weights whose sum is 1; scale `[2]` float32: that of weights, and the jitter. weights `[N, C]` float32,
+    experts `[N, C]` int32.
     """
 
     @staticmethod

@@ -256,6 +256,7 @@ BAD = [
         {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 1.5}},
         r"rope_scaling\.original_max_position_embeddings = 1\.5: a positive integer",
     ),
+    ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0\.5: LlamaForCausalLM rotates whole heads"),
     ({"partial_rotary_factor": 1.5}, r"partial_rotary_factor = 1\.5: must leave an even number of head_dim = 16"),
     ({"partial_rotary_factor": 0.2}, r"partial_rotary_factor = 0\.2: must leave an even number"),
     ({"eos_token_id": 259}, r"eos_token_id = 259: token ids from 0 to vocab_size - 1 = 258"),

@@ -29,7 +29,7 @@ from paged_kv.runtime.libraries import Kernel, Library, load
 from paged_kv.runtime.program import Program, kernels_of
 from paged_kv.runtime.session import default_runtime
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("paged_kv.engine")
 DEMO_DTYPE = DType.float32
 """In which `paged-kv demo` runs its model."""
 

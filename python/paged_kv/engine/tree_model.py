@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -21,9 +22,11 @@ from paged_kv.runtime.artefacts import load_graphs
 from paged_kv.runtime.compile_key import MODELS, CompileKey
 from paged_kv.runtime.first_execution import execute
 from paged_kv.runtime.forks import check_not_forked
+from paged_kv.runtime.graph_reading import UnknownGraph
 from paged_kv.runtime.program import Program
 from paged_kv.runtime.session import Runtime, default_runtime
 
+logger = logging.getLogger("paged_kv.engine")
 _STEP, _DRAFT, _MOVES = "tree_step", "tree_draft", "tree_moves"
 
 
@@ -89,7 +92,7 @@ class TreeModel:
         on_compile: Callable[[], None] = lambda: None,
         runtime: Runtime | None = None,
     ) -> None:
-        """Compiles the steps, or reads them from disk.
+        """Makes the steps programs; on a GPU, and where no program knows them, compiles them or reads them from disk.
 
         Args:
             model: What is decoded.
@@ -118,8 +121,11 @@ class TreeModel:
         self._programs: dict[str, Program] = {}
         self._models: dict[str, Model] = {}
         if self._device.is_host:
-            self._programs = {name: self._program(name, build) for name in keys}
-        else:
+            try:
+                self._programs = {name: self._program(name, build) for name in keys}
+            except UnknownGraph as unknown:
+                logger.info("steps of trees are compiled by MAX: %s", unknown)
+        if not self._programs:
             self._models = load_graphs(runtime.session, keys, build, weights=model.weights, on_compile=on_compile)
 
     def _program(self, name: str, build: Callable[..., None]) -> Program:
@@ -187,5 +193,6 @@ class TreeModel:
         if self._programs:
             return self._programs[name].run([each for each in arguments if isinstance(each, np.ndarray)])
         buffers = [to_buffer(argument) for argument in arguments]
-        buffers = [buffer if buffer is self.model.blocks else buffer.to(self._device) for buffer in buffers]
+        if not self._device.is_host:
+            buffers = [buffer if buffer is self.model.blocks else buffer.to(self._device) for buffer in buffers]
         return [result.to(CPU()).to_numpy() for result in execute(self._models[name].execute, *buffers)]
