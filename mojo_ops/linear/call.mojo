@@ -122,17 +122,19 @@ struct QuantisedRowsCall(TrivialRegisterPassable):
     var k: Int
     var row_bytes: Int
     var available: Int
+    var encoding: Int
     var workers: Workers
 
     def run[mask: Int](self) raises:
-        """Computes them on the CPU; `mask` has the bit of the encoding."""
+        """Computes them on the CPU, of weights of one of the encodings of `mask`."""
         var bytes = memory_at[DType.uint8](self.w)
         var rows = constant_at[DType.int32](self.rows)
         check_rows(rows, self.count, self.available)
         var chosen = QuantisedRows(memory_at[DType.float32](self.y), bytes, rows, self.count, self.k, self.row_bytes)
         comptime for i in range(ENCODINGS.length):
             comptime if mask >> i & 1 == 1:
-                chosen.unpack[ENCODINGS[i]](self.workers)
+                if self.encoding == i:
+                    chosen.unpack[ENCODINGS[i]](self.workers)
 
 
 def given_members(address: Int, count: Int) -> List[Member]:

@@ -1,12 +1,13 @@
 """The copy of pages against the oracle, bit for bit, in every storage layout, and what it refuses."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from max.dtype import DType
-from max.graph import BufferType, DeviceRef, Graph, TensorType
+from max.graph import BufferType, DeviceRef, TensorType
 
 from paged_kv import reference
-from paged_kv.arrays.host import to_buffer
 from paged_kv.arrays.pages import Pages
 from paged_kv.graphs import ops
 from paged_kv.graphs.ops import PagedCache
@@ -28,32 +29,25 @@ SIZES = {"P": 40, "S": 5, "Hk": 3, "D": 7, "layers": 4}
 TABLE = np.full((1, 1), UNUSED_PAGE, np.uint32)  # whose pages they are does not matter
 
 
-@op_graphs.add
-def build_graphs(module):
-    """A graph for each storage layout and one for strided views."""
-    pairs = [TensorType(I32, ["N"], CPU), TensorType(I32, ["M"], CPU), TensorType(DType.uint32, ["B", "columns"], CPU)]
-    for (rank, layout), shape in SHAPES.items():
-        arrays = [BufferType(U16, shape, CPU)] * (2 if rank == 4 else 1)
-        with Graph(
-            f"copy_{layout}{rank}", input_types=pairs + arrays, custom_extensions=[ops.kernels()], module=module
-        ) as graph:
-            sources, targets, table, *blocks = graph.inputs
-            blocks = [block.buffer for block in blocks]
-            cache = PagedCache(blocks[0], blocks[-1], table.tensor, layout)
-            ops.copy_pages(cache, sources.tensor, targets.tensor)
-            graph.output()
-    blocks = BufferType(DType.uint8, ["P", 2, "layers", "S", "Hk", "D"], CPU)
-    with Graph("copy_codes", input_types=[*pairs, blocks], custom_extensions=[ops.kernels()], module=module) as graph:
-        sources, targets, table, both = graph.inputs
-        cache = PagedCache.of(both.buffer, table.tensor, kv_format="int4")
-        ops.copy_pages(cache, sources.tensor, targets.tensor)
-        graph.output()
-    flat = [BufferType(U16, ["k"], CPU), BufferType(U16, ["v"], CPU), TensorType(DType.int64, [12], CPU)]
-    with Graph("copy_STRIDED", input_types=pairs + flat, custom_extensions=[ops.kernels()], module=module) as graph:
-        sources, targets, table, k, v, view = graph.inputs
-        cache = PagedCache(k.buffer, v.buffer, table.tensor, "STRIDED", view.tensor)
-        ops.copy_pages(cache, sources.tensor, targets.tensor)
-        graph.output()
+def copy_in(sources, targets, table, *blocks, layout, kv_format=None):
+    if kv_format:
+        cache = PagedCache.of(*blocks, table, kv_format=kv_format)
+    elif layout == "STRIDED":
+        k, v, view = blocks
+        cache = PagedCache(k, v, table, layout, view)
+    else:
+        cache = PagedCache(blocks[0], blocks[-1], table, layout)
+    ops.copy_pages(cache, sources, targets)
+
+
+PAIRS = [TensorType(I32, ["N"], CPU), TensorType(I32, ["M"], CPU), TensorType(DType.uint32, ["B", "columns"], CPU)]
+for (rank, layout), shape in SHAPES.items():
+    blocks = [BufferType(U16, shape, CPU)] * (2 if rank == 4 else 1)
+    op_graphs.add(f"copy_{layout}{rank}", partial(copy_in, layout=layout), *PAIRS, *blocks, by_max=True)
+codes = BufferType(DType.uint8, SHAPES[6, "NHD"], CPU)
+op_graphs.add("copy_codes", partial(copy_in, layout="NHD", kv_format="int4"), *PAIRS, codes, by_max=True)
+views = [BufferType(U16, ["k"], CPU), BufferType(U16, ["v"], CPU), TensorType(DType.int64, [12], CPU)]
+op_graphs.add("copy_STRIDED", partial(copy_in, layout="STRIDED"), *PAIRS, *views, by_max=True)
 
 
 def pool(storage, **sizes):
@@ -66,7 +60,7 @@ def pool(storage, **sizes):
 def copy(storage, arrays, sources, targets):
     numbers = [np.array(pages, np.int32) for pages in (sources, targets)]
     rank, layout = storage
-    op_graphs.models()[f"copy_{layout}{rank}"].execute(*map(to_buffer, [*numbers, TABLE, *arrays]))
+    op_graphs.run(f"copy_{layout}{rank}", *numbers, TABLE, *arrays)
 
 
 def test_codes_and_scales_are_copied():
@@ -75,7 +69,7 @@ def test_codes_and_scales_are_copied():
     after = before.copy()
     sources, targets = pairs_of(9, 40, 0)
     numbers = [pages.astype(np.int32) for pages in (sources, targets)]
-    op_graphs.models()["copy_codes"].execute(*map(to_buffer, [*numbers, TABLE, after]))
+    op_graphs.run("copy_codes", *numbers, TABLE, after)
     before[targets] = before[sources]
     assert_bits_equal(after, before, what="pages")
 
@@ -115,8 +109,8 @@ def test_a_view_leaves_what_lies_between():
     sources, targets = np.array([7, 0, 0]), np.array([2, 1, 6])
     reference.copy_pages(views[2], views[3], sources, targets)
     k, v, view = Pages(views[0], views[1]).operands()
-    numbers = [to_buffer(pages.astype(np.int32)) for pages in (sources, targets)]
-    op_graphs.models()["copy_STRIDED"].execute(*numbers, to_buffer(TABLE), flat(k), flat(v), view)
+    numbers = [pages.astype(np.int32) for pages in (sources, targets)]
+    op_graphs.run("copy_STRIDED", *numbers, TABLE, flat(k), flat(v), view)
     assert_bits_equal(whole, expected, what="the array behind the view")
 
 

@@ -1,14 +1,14 @@
 """The wrappers of graphs/ops.py in graphs that run: every storage layout as a graph buffer, and the ragged rows."""
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 from max.dtype import DType
-from max.graph import BufferType, DeviceRef, Graph, TensorType
+from max.graph import BufferType, DeviceRef, TensorType
 
 from paged_kv import reference
-from paged_kv.arrays.host import to_buffer, to_numpy
 from paged_kv.graphs import ops
 from paged_kv.graphs.ops import PagedCache
 from support import op_graphs
@@ -46,16 +46,14 @@ def case_of(storage):
     return CacheCase(lengths=(19, 0, 8, 1, 7), page_size=8, head_dim=16, rank=rank, layout=layout, seed=rank)
 
 
-def add_graph(module, storage):
-    """Adds a graph that appends k and v, attends, and gathers as many tokens as it appended."""
-    rank, layout = storage
+def types_of(storage):
     plan = PLANS[storage]
 
     def tensor(name, dtype, *shape):
         prefix = f"{name}_" if plan.loose else ""
         return TensorType(dtype, [f"{prefix}{dim}" if isinstance(dim, str) else dim for dim in shape], CPU)
 
-    types = [
+    return [
         tensor("k", F32, "N", "Hk", plan.head_dim),
         tensor("v", F32, "N", "Hk", plan.head_dim),
         tensor("batch_indices", I32, "N"),
@@ -67,25 +65,28 @@ def add_graph(module, storage):
         tensor("lookup_table", U32, "B", "max_pages"),
         *[BufferType(F32, plan.blocks, CPU)] * (1 + plan.two_buffers),
     ]
-    layer = case_of(storage).layer
-    with Graph(f"step_{layout}{rank}", input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
-        k, v, batch_indices, positions, q, row_batch, row_lengths, indptr, table = (x.tensor for x in graph.inputs[:9])
-        blocks = [value.buffer for value in graph.inputs[9:]]
-        cache = PagedCache(*blocks, table, layout) if plan.two_buffers else PagedCache.of(*blocks, table, layout)
-        ops.append(cache, k, v, batch_indices, positions, layer=layer)
-        o, lse = ops.attention(cache, q, row_batch, row_lengths, layer=layer, **plan.options)
-        graph.output(o, lse, *ops.gather(cache, indptr, k.shape[0], layer=layer))
 
 
-@op_graphs.add
-def build_graphs(module):
-    """A graph for each storage layout, and one of ragged_rows."""
-    for storage in STORAGES:
-        add_graph(module, storage)
-    types = [TensorType(U32, ["offsets"], CPU), TensorType(U32, ["B"], CPU), TensorType(DType.int8, ["N"], CPU)]
-    with Graph("ragged_rows", input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
-        row_offsets, cache_lengths, like = (value.tensor for value in graph.inputs)
-        graph.output(*ops.ragged_rows(row_offsets, cache_lengths, like.shape[0]))
+def append_attend_and_gather(
+    k, v, batch_indices, positions, q, row_batch, row_lengths, indptr, table, *blocks, storage
+):  # fmt: skip
+    """Gathers as many tokens as it appended."""
+    plan, (_, layout), layer = PLANS[storage], storage, case_of(storage).layer
+    cache = PagedCache(*blocks, table, layout) if plan.two_buffers else PagedCache.of(*blocks, table, layout)
+    ops.append(cache, k, v, batch_indices, positions, layer=layer)
+    o, lse = ops.attention(cache, q, row_batch, row_lengths, layer=layer, **plan.options)
+    return o, lse, *ops.gather(cache, indptr, k.shape[0], layer=layer)
+
+
+for rank, layout in STORAGES:
+    make = partial(append_attend_and_gather, storage=(rank, layout))
+    op_graphs.add(f"step_{layout}{rank}", make, *types_of((rank, layout)), by_max=True)
+op_graphs.add(
+    "ragged_rows",
+    lambda row_offsets, cache_lengths, like: ops.ragged_rows(row_offsets, cache_lengths, like.shape[0]),
+    *(TensorType(U32, ["offsets"], CPU), TensorType(U32, ["B"], CPU), TensorType(DType.int8, ["N"], CPU)),
+    by_max=True,
+)
 
 
 class Step(NamedTuple):
@@ -114,8 +115,7 @@ class Step(NamedTuple):
     def run(self, storage):
         rank, layout = storage
         arrays = self if PLANS[storage].two_buffers else self[:-1]
-        buffers = [to_buffer(np.ascontiguousarray(array)) for array in arrays[:9]] + [to_buffer(a) for a in arrays[9:]]
-        return [to_numpy(result).copy() for result in op_graphs.models()[f"step_{layout}{rank}"].execute(*buffers)]
+        return op_graphs.run(f"step_{layout}{rank}", *map(np.ascontiguousarray, arrays[:9]), *arrays[9:])
 
 
 @pytest.mark.parametrize("storage", STORAGES, ids=lambda storage: f"{storage[1]}{storage[0]}")
@@ -191,8 +191,7 @@ def test_one_array_is_expected_where_it_holds_both():
 
 def ragged_rows(row_offsets, cache_lengths, num_rows):
     arrays = np.array(row_offsets, np.uint32), np.array(cache_lengths, np.uint32), np.zeros(num_rows, np.int8)
-    results = op_graphs.models()["ragged_rows"].execute(*(to_buffer(array) for array in arrays))
-    return [to_numpy(result).copy() for result in results]
+    return op_graphs.run("ragged_rows", *arrays)
 
 
 @pytest.mark.parametrize(

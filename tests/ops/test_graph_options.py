@@ -1,12 +1,13 @@
 """Every attention option inside a MAX graph: what the API can do, a graph can."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from max.dtype import DType
-from max.graph import BufferType, DeviceRef, Graph, TensorType
+from max.graph import BufferType, DeviceRef, TensorType
 
 from paged_kv import reference
-from paged_kv.arrays.host import to_buffer, to_numpy
 from paged_kv.graphs import ops
 from paged_kv.graphs.ops import PagedCache
 from support import op_graphs
@@ -25,25 +26,21 @@ GRAPHS = {
 }
 
 
-@op_graphs.add
-def build_graphs(module):
-    for name, (q_dtype, kv_dtype, options, biased, _) in GRAPHS.items():
-        types = [
-            TensorType(DType[q_dtype], ["R", HEADS, DIM], CPU),
-            TensorType(DType.int32, ["R"], CPU),
-            TensorType(DType.int32, ["R"], CPU),
-            TensorType(DType.uint32, ["B", "max_pages"], CPU),
-            TensorType(DType.float32, [HEADS], CPU),
-            TensorType(DType.float32, [HEADS], CPU),
-        ]
-        blocks = BufferType(DType[kv_dtype], ["pages", 2, "page_size", KV_HEADS, DIM], CPU)
-        with Graph(
-            f"options_{name}", input_types=[*types, blocks], custom_extensions=[ops.kernels()], module=module
-        ) as graph:
-            q, row_batch, row_lengths, table, slopes, sinks = (value.tensor for value in graph.inputs[:6])
-            cache = PagedCache.of(graph.inputs[6].buffer, table)
-            heads = {"alibi_slopes": slopes, "sinks": sinks} if biased else {}
-            graph.output(*ops.attention(cache, q, row_batch, row_lengths, **options, **heads))
+def attend(q, row_batch, row_lengths, table, slopes, sinks, blocks, *, options, biased):
+    heads = {"alibi_slopes": slopes, "sinks": sinks} if biased else {}
+    return ops.attention(PagedCache.of(blocks, table), q, row_batch, row_lengths, **options, **heads)
+
+
+for name, (q_dtype, kv_dtype, options, biased, _) in GRAPHS.items():
+    types = [
+        TensorType(DType[q_dtype], ["R", HEADS, DIM], CPU),
+        TensorType(DType.int32, ["R"], CPU),
+        TensorType(DType.int32, ["R"], CPU),
+        TensorType(DType.uint32, ["B", "max_pages"], CPU),
+        *[TensorType(DType.float32, [HEADS], CPU)] * 2,
+        BufferType(DType[kv_dtype], ["pages", 2, "page_size", KV_HEADS, DIM], CPU),
+    ]
+    op_graphs.add(f"options_{name}", partial(attend, options=options, biased=biased), *types, by_max=True)
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -55,7 +52,7 @@ def test_options_in_a_graph(name):
     slopes = np.linspace(0.05, -0.1, HEADS).astype(np.float32)
     sinks = np.linspace(-2, 4, HEADS).astype(np.float32)
     arrays = [q, *cache.decode_rows, cache.lookup_table, slopes, sinks, cache.k_blocks]
-    o, lse = (to_numpy(result) for result in op_graphs.models()[f"options_{name}"].execute(*map(to_buffer, arrays)))
+    o, lse = op_graphs.run(f"options_{name}", *arrays)
     heads = {"alibi_slopes": slopes, "sinks": sinks} if biased else {}
     expected = reference.attention(q, *cache.pages, *cache.decode_rows, **options, **heads)
     assert_close(o.astype(np.float64), expected[0], rel=rel, what="o")

@@ -11,10 +11,8 @@ import ml_dtypes  # noqa: F401  (teaches NumPy the name bfloat16)
 import numpy as np
 import pytest
 from max.dtype import DType
-from max.graph import DeviceRef, Graph, TensorType
+from max.graph import DeviceRef, TensorType
 
-from paged_kv.arrays.host import to_buffer, to_numpy
-from paged_kv.graphs import ops
 from paged_kv.graphs.encodings import ENCODINGS, GGUF_ENCODINGS, Encoding, block_elements, row_bytes
 from paged_kv.graphs.quantised import QuantisedWeight, quantised_expert_linear, quantised_linear, quantised_rows
 from support import gguf_blocks, op_graphs
@@ -38,39 +36,7 @@ ODD = 67
 """Rows of w: more than a section, and a part of a tile."""
 
 
-@op_graphs.add
-def build(module):
-    cpu = DeviceRef.CPU()
-
-    def add(name, x_dtype, encodings):
-        blocks = [TensorType(DType.uint8, [f"N{i}", f"bytes{i}"], cpu) for i in range(len(encodings))]
-        x = TensorType(x_dtype, ["M", "K"], cpu)
-        with Graph(name, input_types=[x, *blocks], custom_extensions=[ops.kernels()], module=module) as graph:
-            x, *ws = (value.tensor for value in graph.inputs)
-            graph.output(*quantised_linear(x, *(QuantisedWeight(w, e) for w, e in zip(ws, encodings, strict=True))))
-
-    def add_experts(name, shape, dtype, encodings):
-        types = [TensorType(dtype, shape, cpu), TensorType(DType.int32, ["T", "C"], cpu)]
-        types += [TensorType(DType.uint8, ["E", f"N{i}", f"bytes{i}"], cpu) for i in range(len(encodings))]
-        title = f"experts_{name}"
-        with Graph(title, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
-            x, chosen, *ws = (value.tensor for value in graph.inputs)
-            stacks = [QuantisedWeight(w, e) for w, e in zip(ws, encodings, strict=True)]
-            graph.output(*quantised_expert_linear(x, chosen, *stacks))
-
-    for name, encodings in TOGETHER.items():
-        add(f"quantised_{name}", DType.float32, encodings)
-    for encoding in ENCODINGS:
-        blocks = TensorType(DType.uint8, [ODD, row_bytes(encoding, 768)], cpu)
-        types = [TensorType(DType.uint32, ["T"], cpu), blocks]
-        with Graph(f"rows_{encoding}", input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
-            chosen, w = (value.tensor for value in graph.inputs)
-            graph.output(quantised_rows(QuantisedWeight(w, encoding), chosen))
-    for size in (32, 256):
-        add_experts(size, ["T", "K"], DType.float32, experts_beside(size))
-    add("quantised_mixed", DType.float32, MIXED)
-    add("quantised_bfloat16", DType.bfloat16, ["Q4_K"])
-    add_experts("mixed", ["T", "C", "K"], DType.float32, MIXED)
+CPU = DeviceRef.CPU()
 
 
 def experts_beside(size):
@@ -78,24 +44,67 @@ def experts_beside(size):
     return [each for each in EXPERTS if block_elements(each) == size]
 
 
+def add(title, x_dtype, encodings, **options):
+    blocks = [TensorType(DType.uint8, [f"N{i}", f"bytes{i}"], CPU) for i in range(len(encodings))]
+    x = TensorType(x_dtype, ["M", "K"], CPU)
+    op_graphs.add(title, lambda x, *ws: quantised_linear(x, *weights(ws, encodings)), x, *blocks, **options)
+
+
+def add_experts(title, shape, encodings, **options):
+    stacks = [TensorType(DType.uint8, ["E", f"N{i}", f"bytes{i}"], CPU) for i in range(len(encodings))]
+    types = [TensorType(DType.float32, shape, CPU), TensorType(DType.int32, ["T", "C"], CPU), *stacks]
+    make = lambda x, chosen, *ws: quantised_expert_linear(x, chosen, *weights(ws, encodings))  # noqa: E731
+    op_graphs.add(title, make, *types, **options)
+
+
+def add_rows(title, encodings):
+    blocks = [TensorType(DType.uint8, [ODD, row_bytes(encoding, 768)], CPU) for encoding in encodings]
+    make = lambda chosen, *ws: [quantised_rows(w, chosen) for w in weights(ws, encodings)]  # noqa: E731
+    op_graphs.add(title, make, TensorType(DType.int32, ["T"], CPU), *blocks)
+
+
+def weights(ws, encodings):
+    return [QuantisedWeight(w, encoding) for w, encoding in zip(ws, encodings, strict=True)]
+
+
+for name, encodings in TOGETHER.items():
+    add(f"quantised_{name}", DType.float32, encodings)
+    add_rows(f"rows_{name}", encodings)
+for size in (32, 256):
+    add_experts(f"experts_{size}", ["T", "K"], experts_beside(size))
+add("quantised_mixed", DType.float32, MIXED, by_max=True)
+add("quantised_bfloat16", DType.bfloat16, ["Q4_K"], by_max=True)
+add_experts("experts_mixed", ["T", "C", "K"], MIXED, by_max=True)
+
+
+def kind_of(encoding):
+    return next(name for name, encodings in TOGETHER.items() if encoding in encodings)
+
+
 def product(x, blocks, encoding):
-    name = next(name for name, encodings in TOGETHER.items() if encoding in encodings)
-    return among(op_graphs.models()[f"quantised_{name}"], TOGETHER[name], encoding, [x], blocks)
+    name = kind_of(encoding)
+    return among(f"quantised_{name}", TOGETHER[name], encoding, [x], blocks)
+
+
+def rows_of(chosen, blocks, encoding):
+    name = kind_of(encoding)
+    ws = [blocks if each == encoding else np.zeros((ODD, row_bytes(each, 768)), np.uint8) for each in TOGETHER[name]]
+    return op_graphs.run(f"rows_{name}", chosen, *ws)[TOGETHER[name].index(encoding)]
 
 
 def experts_product(x, experts, stack, encoding):
     size = block_elements(encoding)
-    return among(op_graphs.models()[f"experts_{size}"], experts_beside(size), encoding, [x, experts], stack)
+    return among(f"experts_{size}", experts_beside(size), encoding, [x, experts], stack)
 
 
-def among(model, encodings, encoding, inputs, blocks):
+def among(title, encodings, encoding, inputs, blocks):
     """The result of the weights in one encoding; those in the others have no rows."""
     k = inputs[0].shape[-1]
     ws = [
         blocks if each == encoding else np.zeros((*blocks.shape[:-2], 0, row_bytes(each, k)), np.uint8)
         for each in encodings
     ]
-    return model.execute(*inputs, *ws)[encodings.index(encoding)].to_numpy()
+    return op_graphs.run(title, *inputs, *ws)[encodings.index(encoding)]
 
 
 def activations(rows, elements, seed=0):
@@ -199,15 +208,15 @@ def test_a_row_alone_gives_the_bits_it_gives_in_company(encoding, rows):
 def test_a_group_gives_the_bits_of_its_members(rows):
     x = activations(rows, 512) if rows else np.zeros((0, 512), np.float32)
     blocks = [random_blocks(encoding, n, 512) for encoding, n in zip(MIXED, (70, 1, 33), strict=True)]
-    ys = op_graphs.models()["quantised_mixed"].execute(x, *blocks)
+    ys = op_graphs.run("quantised_mixed", x, *blocks)
     for y, encoding, w in zip(ys, MIXED, blocks, strict=True):
-        assert_bits_equal(y.to_numpy(), product(x, w, encoding), what=encoding)
+        assert_bits_equal(y, product(x, w, encoding), what=encoding)
 
 
 def test_bfloat16_activations():
     x = activations(5, 512).astype("bfloat16")
     blocks = random_blocks("Q4_K", 35, 512)
-    y = to_numpy(op_graphs.models()["quantised_bfloat16"].execute(to_buffer(x), blocks)[0])
+    (y,) = op_graphs.run("quantised_bfloat16", x, blocks)
     assert_bits_equal(y, product(x.astype(np.float32), blocks, "Q4_K").astype("bfloat16"), what="rounded once")
 
 
@@ -247,9 +256,9 @@ def test_experts_give_the_bits_of_their_linear_layers(encoding, tokens, choices)
 def test_stacks_of_several_encodings_and_a_row_of_x_for_each_choice(tokens):
     x, experts = activations(max(3 * tokens, 1), 512)[: 3 * tokens].reshape(tokens, 3, 512), choose(tokens, 3, 6)
     stacks = [stacks_of([encoding], 6, n, 512)[0] for encoding, n in zip(MIXED, (70, 1, 33), strict=True)]
-    ys = op_graphs.models()["experts_mixed"].execute(x, experts, *stacks)
+    ys = op_graphs.run("experts_mixed", x, experts, *stacks)
     for y, encoding, stack in zip(ys, MIXED, stacks, strict=True):
-        assert_bits_equal(y.to_numpy(), of_each_expert(x, experts, stack, encoding), what=encoding)
+        assert_bits_equal(y, of_each_expert(x, experts, stack, encoding), what=encoding)
 
 
 def test_experts_that_nobody_chose_are_not_read():
@@ -279,10 +288,9 @@ def test_rows(encoding, tokens):
     set_scales(blocks, encoding, np.concatenate([kinds, -kinds]))
     if encoding == "MXFP4":
         blocks[:4, 0] = 2, 3, 253, 254  # at 0 and 1 values are below float32's normal numbers: threads may flush them
-    chosen = np.random.default_rng(tokens).integers(0, ODD, tokens).astype(np.uint32)
+    chosen = np.random.default_rng(tokens).integers(0, ODD, tokens).astype(np.int32)
     chosen[: min(tokens, 12)] = np.arange(min(tokens, 12))
-    values = op_graphs.models()[f"rows_{encoding}"].execute(chosen, blocks)[0].to_numpy()
-    assert_bits_equal(values, dequantise(blocks, encoding)[chosen], what=encoding)
+    assert_bits_equal(rows_of(chosen, blocks, encoding), dequantise(blocks, encoding)[chosen], what=encoding)
 
 
 def test_what_the_op_refuses():
@@ -290,15 +298,15 @@ def test_what_the_op_refuses():
     with refused("w", row_bytes("Q4_K", 256), row_bytes("Q4_K", 512)):
         product(x, np.zeros((3, row_bytes("Q4_K", 256)), np.uint8), "Q4_K")
     with refused("x", 288, 256):
-        narrow = to_buffer(np.zeros((2, 288), "bfloat16"))
-        op_graphs.models()["quantised_bfloat16"].execute(narrow, np.zeros((3, row_bytes("Q4_K", 256)), np.uint8))
+        narrow = np.zeros((2, 288), "bfloat16")
+        op_graphs.run("quantised_bfloat16", narrow, np.zeros((3, row_bytes("Q4_K", 256)), np.uint8))
     (stack,) = stacks_of(["Q4_K"], 6, 8, 512)
     with refused("experts", 1, 6):
         experts_product(x, np.array([[0], [6]], np.int32), stack, "Q4_K")
     with refused("w", row_bytes("Q4_K", 256), row_bytes("Q4_K", 512)):
         experts_product(x, np.array([[0], [1]], np.int32), stack[:, :, :144].copy(), "Q4_K")
     with refused("rows", ODD, 1):
-        op_graphs.models()["rows_Q8_0"].execute(np.array([0, ODD], np.uint32), random_blocks("Q8_0", ODD, 768))
+        rows_of(np.array([0, ODD], np.int32), random_blocks("Q8_0", ODD, 768), "Q8_0")
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)

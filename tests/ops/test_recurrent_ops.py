@@ -10,7 +10,6 @@ from max.dtype import DType
 from max.graph import BufferType, DeviceRef, Graph, TensorType
 from max.graph import ops as of_max
 
-from paged_kv.arrays.host import to_buffer, to_numpy
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.graphs import ops
 from paged_kv.graphs.inputs import graph_states, state_input_types, state_inputs
@@ -26,14 +25,15 @@ SCANS = {"mamba": ((0.0, np.inf), "one"), "clamped": ((0.4, 0.9), "two")}
 """The range of time steps, and sizes."""
 
 
-def add_graph(module, name, shapes, types, make):
-    states = state_input_types(shapes, CPU)
+def add(name, shapes, types, make, *, by_max):
     given = [TensorType(DType[dtype], shape, CPU) for dtype, *shape in types]
-    inputs = [*given, TensorType(DType.uint32, ["B_plus_1"], CPU), *states.flatten()]
-    with Graph(name, input_types=inputs, custom_extensions=[ops.kernels()], module=module) as graph:
-        own, (offsets, *table) = graph.inputs[: len(given)], graph.inputs[len(given) :]
-        at = ops.States.of(graph_states(table), offsets.tensor).of_layer(LAYER)
-        graph.output(make(at, *(value.tensor for value in own)))
+    inputs = [*given, TensorType(DType.uint32, ["B_plus_1"], CPU), *state_input_types(shapes, CPU).flatten()]
+
+    def with_states(*values):
+        own, (offsets, *table) = values[: len(given)], values[len(given) :]
+        return make(ops.States.of(graph_states(table), offsets).of_layer(LAYER), *own)
+
+    op_graphs.add(name, with_states, *inputs, by_max=by_max)
 
 
 def window_shape(kernel):
@@ -44,32 +44,26 @@ def matrix_shape(heads, dim):
     return ["slots", LAYERS, heads, -(-VALUES // 16), dim, 16]
 
 
-@op_graphs.add
-def build(module):
-    for name, dtype, activation, biased in (("silu", "float32", "silu", True), ("none", "bfloat16", "none", False)):
-        types = [(dtype, "T", CHANNELS), (dtype, CHANNELS, "K"), *[(dtype, CHANNELS)] * biased]
-        make = partial(ops.causal_conv1d, activation=activation)
-        add_graph(module, f"conv_{name}", [window_shape("past")], types, make)
-    for name, (heads, key_heads, dim, tiled) in DELTAS.items():
-        row = ("float32", "T", heads)
-        types = [("float32", "T", 2 * key_heads * dim + heads * VALUES), row, row, *[("float32", heads)] * 2]
-        make = partial(ops.gated_delta_rule, key_heads=key_heads, key_dim=dim, tiled=tiled)
-        add_graph(module, f"delta_{name}", [window_shape(1), matrix_shape(heads, dim)], types, make)
-    for name, (dt_range, sizes) in SCANS.items():
-        heads, groups, dim, tiled = DELTAS[sizes]
-        types = [
-            ("float32", "T", 2 * groups * dim + heads * VALUES),
-            ("float32", "T", heads),
-            *[("float32", heads)] * 3,
-        ]
-        make = partial(ops.selective_scan, groups=groups, state_size=dim, dt_range=dt_range, tiled=tiled)
-        add_graph(module, f"scan_{name}", [window_shape(1), matrix_shape(heads, dim)], types, make)
-    for dtype in ("float32", "bfloat16"):
-        for groups, first in ((1, False), (3, True)):
-            types = [TensorType(DType[kind], shape, CPU) for kind, shape in
-                     (("float32", ["T", 111]), (dtype, ["T", 111]), (dtype, [37 * groups]))]  # fmt: skip
-            make = partial(ops.gated_norm, eps=1e-5, groups=groups, gate_first=first)
-            op_graphs.graph_of(module, f"gated_norm_{groups}_{dtype}", make, *types)
+for name, dtype, activation, biased in (("silu", "float32", "silu", True), ("none", "bfloat16", "none", False)):
+    types = [(dtype, "T", CHANNELS), (dtype, CHANNELS, "K"), *[(dtype, CHANNELS)] * biased]
+    make = partial(ops.causal_conv1d, activation=activation)
+    add(f"conv_{name}", [window_shape("past")], types, make, by_max=name == "none")
+for name, (heads, key_heads, dim, tiled) in DELTAS.items():
+    row = ("float32", "T", heads)
+    types = [("float32", "T", 2 * key_heads * dim + heads * VALUES), row, row, *[("float32", heads)] * 2]
+    make = partial(ops.gated_delta_rule, key_heads=key_heads, key_dim=dim, tiled=tiled)
+    add(f"delta_{name}", [window_shape(1), matrix_shape(heads, dim)], types, make, by_max=name == "two")
+for name, (dt_range, sizes) in SCANS.items():
+    heads, groups, dim, tiled = DELTAS[sizes]
+    types = [("float32", "T", 2 * groups * dim + heads * VALUES), ("float32", "T", heads), *[("float32", heads)] * 3]
+    make = partial(ops.selective_scan, groups=groups, state_size=dim, dt_range=dt_range, tiled=tiled)
+    add(f"scan_{name}", [window_shape(1), matrix_shape(heads, dim)], types, make, by_max=False)
+for dtype in ("float32", "bfloat16"):
+    for groups, first in ((1, False), (3, True)):
+        types = [TensorType(DType[kind], shape, CPU) for kind, shape in
+                 (("float32", ["T", 111]), (dtype, ["T", 111]), (dtype, [37 * groups]))]  # fmt: skip
+        make = partial(ops.gated_norm, eps=1e-5, groups=groups, gate_first=first)
+        op_graphs.add(f"gated_norm_{groups}_{dtype}", make, *types, by_max=dtype == "bfloat16" and first)
 
 
 @dataclass
@@ -104,10 +98,9 @@ class Plan:
 
 def execute(name, plan, arrays, buffers):
     """The output; `buffers` are changed."""
-    table = state_inputs(plan.sources, plan.saves, [to_buffer(buffer) for buffer in buffers])
-    values = [to_buffer(value) for value in (*arrays, plan.offsets, *table.flatten())]
-    (found,) = op_graphs.models()[name].execute(*values)
-    return to_numpy(found).astype(np.float64)
+    table = state_inputs(plan.sources, plan.saves, buffers)
+    (found,) = op_graphs.run(name, *arrays, plan.offsets, *table.flatten())
+    return found.astype(np.float64)
 
 
 def poisoned(shape):
@@ -290,9 +283,9 @@ def test_gated_norms(dtype, groups):
     wide = (x * gate if groups == 3 else x.astype(np.float64)).reshape(9, 3, 37)
     wide = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * weight.reshape(-1, 37)
     expected = wide.reshape(9, 111) * (1 if groups == 3 else gate)
-    (found,) = op_graphs.models()[f"gated_norm_{groups}_{dtype}"].execute(*map(to_buffer, given))
+    (found,) = op_graphs.run(f"gated_norm_{groups}_{dtype}", *given)
     limit = 1e-5 if dtype == "float32" else 2e-2
-    np.testing.assert_allclose(to_numpy(found).astype(np.float64), expected, rtol=limit, atol=limit)
+    np.testing.assert_allclose(found.astype(np.float64), expected, rtol=limit, atol=limit)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,13 @@
 """Attention over trees against the oracle, which decodes each row alone after the tokens of its path."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from max.dtype import DType
-from max.graph import BufferType, DeviceRef, Graph, TensorType
+from max.graph import BufferType, DeviceRef, TensorType
 
 from paged_kv import reference
-from paged_kv.arrays.host import to_buffer, to_numpy
 from paged_kv.graphs import ops, trees
 from paged_kv.graphs.ops import PagedCache
 from support import op_graphs
@@ -25,28 +26,26 @@ OPTIONS = {
 DTYPES = ("float32", "bfloat16")
 
 
-@op_graphs.add
-def build_graphs(module):
+def append_and_attend(q, k, v, parents, offsets, lengths, table, sinks, blocks, *, window):
     """Appends the rows of trees to their slots, and attends."""
-    for dtype in DTYPES:
-        for window, options in OPTIONS.items():
-            kind = DType[dtype]
-            types = [
-                *(TensorType(kind, ["N", heads, DIM], CPU) for heads in ("Hq", "Hk", "Hk")),
-                TensorType(DType.int32, ["N"], CPU),
-                TensorType(DType.uint32, ["offsets"], CPU),
-                TensorType(DType.uint32, ["B"], CPU),
-                TensorType(DType.uint32, ["B", "columns"], CPU),
-                TensorType(DType.float32, ["Hq"], CPU),
-                BufferType(kind, ["P", 2, "layers", "S", "Hk", DIM], CPU),
-            ]
-            name = f"tree_attention_{dtype}_{window}"
-            with Graph(name, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
-                q, k, v, parents, offsets, lengths, table, sinks = (value.tensor for value in graph.inputs[:-1])
-                cache = PagedCache.of(graph.inputs[-1].buffer, table)
-                rows = trees.TreeRows.of(parents, offsets, lengths, window_left=window, largest_tree=LARGEST)
-                ops.append(cache, k, v, rows.batch, rows.slots, layer=1)
-                graph.output(*trees.tree_attention(cache, q, rows, layer=1, sinks=sinks, **options))
+    cache = PagedCache.of(blocks, table)
+    rows = trees.TreeRows.of(parents, offsets, lengths, window_left=window, largest_tree=LARGEST)
+    ops.append(cache, k, v, rows.batch, rows.slots, layer=1)
+    return trees.tree_attention(cache, q, rows, layer=1, sinks=sinks, **OPTIONS[window])
+
+
+for kind in (DType[dtype] for dtype in DTYPES):
+    types = [
+        *(TensorType(kind, ["N", heads, DIM], CPU) for heads in ("Hq", "Hk", "Hk")),
+        TensorType(DType.int32, ["N"], CPU),
+        TensorType(DType.uint32, ["offsets"], CPU),
+        TensorType(DType.uint32, ["B"], CPU),
+        TensorType(DType.uint32, ["B", "columns"], CPU),
+        TensorType(DType.float32, ["Hq"], CPU),
+        BufferType(kind, ["P", 2, "layers", "S", "Hk", DIM], CPU),
+    ]
+    for window in OPTIONS:
+        op_graphs.add(f"tree_attention_{kind.name}_{window}", partial(append_and_attend, window=window), *types)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -79,9 +78,7 @@ def test_each_row_is_as_if_its_branch_were_decoded_alone(dtype, window, page_siz
     sinks = np.linspace(-4, 1, group * kv_heads).astype(np.float32)
     flat = np.concatenate([*parents, np.full(padding, -5, np.int32)])
     numbers = [flat, offsets.astype(np.uint32), cached.astype(np.uint32), table, sinks]
-    arguments = [to_buffer(array) for array in (q, *new, *numbers, blocks)]
-    model = op_graphs.models()[f"tree_attention_{dtype}_{window}"]
-    o, lse = (to_numpy(result).copy() for result in model.execute(*arguments))
+    o, lse = op_graphs.run(f"tree_attention_{dtype}_{window}", q, *new, *numbers, blocks)
 
     expected_o, expected_lse = np.zeros(o.shape), np.full(lse.shape, -np.inf)
     for b, of_request in enumerate(parents):

@@ -1,13 +1,14 @@
 """The rows of trees and the moves of tokens, against their definition, and what they refuse."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from max.dtype import DType
-from max.graph import BufferType, DeviceRef, Graph, TensorType
+from max.graph import BufferType, DeviceRef, TensorType
 
-from paged_kv.arrays.host import to_buffer, to_numpy
 from paged_kv.arrays.pages import Pages
-from paged_kv.graphs import ops, trees
+from paged_kv.graphs import trees
 from paged_kv.graphs.ops import PagedCache
 from support import op_graphs
 from support.cases import STORAGES, UNUSED_PAGE, CacheCase, build
@@ -29,49 +30,40 @@ BLOCKS = {
 FIELDS = ("batch", "slots", "positions", "lengths", "mask", "mask_starts", "mask_firsts")
 
 
-@op_graphs.add
-def build_graphs(module):
-    """The rows of trees for each window, and moves in each storage layout and in a strided view."""
+def rows_of(parents, offsets, lengths, *, window):
+    rows = trees.TreeRows.of(parents, offsets, lengths, window_left=window, largest_tree=LARGEST)
+    return [getattr(rows, field) for field in FIELDS]
+
+
+def move_in(requests, sources, targets, table, *blocks, layout, kv_format=None):
+    if kv_format:
+        cache = PagedCache.of(*blocks, table, kv_format=kv_format)
+    elif layout == "STRIDED":
+        k, v, view = blocks
+        cache = PagedCache(k, v, table, layout, view)
+    else:
+        cache = PagedCache(blocks[0], blocks[-1], table, layout)
+    trees.move_tokens(cache, requests, sources, targets)
+
+
+for window in WINDOWS:
     types = [TensorType(I32, ["N"], CPU), TensorType(U32, ["offsets"], CPU), TensorType(U32, ["B"], CPU)]
-    for window in WINDOWS:
-        name = f"tree_rows_{window}"
-        with Graph(name, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
-            rows = trees.TreeRows.of(*(x.tensor for x in graph.inputs), window_left=window, largest_tree=LARGEST)
-            graph.output(*(getattr(rows, field) for field in FIELDS))
-    moves = [TensorType(I32, [size], CPU) for size in "abc"]  # of three names, so that only the op can compare them
-    table = TensorType(U32, ["B", "columns"], CPU)
-    for (rank, layout), shape in BLOCKS.items():
-        blocks = [BufferType(DType.uint16, shape, CPU)] * (2 if rank == 4 else 1)
-        with Graph(
-            f"move_{layout}{rank}",
-            input_types=[*moves, table, *blocks],
-            custom_extensions=[ops.kernels()],
-            module=module,
-        ) as graph:
-            *numbers, lookup_table = (value.tensor for value in graph.inputs[:4])
-            buffers = [value.buffer for value in graph.inputs[4:]]
-            trees.move_tokens(PagedCache(buffers[0], buffers[-1], lookup_table, layout), *numbers)
-            graph.output()
-    codes = BufferType(DType.uint8, BLOCKS[6, "NHD"], CPU)
-    with Graph(
-        "move_codes", input_types=[*moves, table, codes], custom_extensions=[ops.kernels()], module=module
-    ) as graph:
-        *numbers, lookup_table = (value.tensor for value in graph.inputs[:4])
-        trees.move_tokens(PagedCache.of(graph.inputs[4].buffer, lookup_table, kv_format="int4"), *numbers)
-        graph.output()
-    flat = [BufferType(DType.uint16, [size], CPU) for size in "kv"]
-    types = [*moves, table, *flat, TensorType(DType.int64, [12], CPU)]
-    with Graph("move_STRIDED", input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
-        *numbers, lookup_table = (value.tensor for value in graph.inputs[:4])
-        k, v, view = graph.inputs[4].buffer, graph.inputs[5].buffer, graph.inputs[6].tensor
-        trees.move_tokens(PagedCache(k, v, lookup_table, "STRIDED", view), *numbers)
-        graph.output()
+    # Only the registered op compares the numbers of offsets and of requests.
+    op_graphs.add(f"tree_rows_{window}", partial(rows_of, window=window), *types, by_max=window == -1)
+MOVES = [TensorType(I32, [size], CPU) for size in "abc"]  # of three names, so that only the op can compare them
+TABLE = TensorType(U32, ["B", "columns"], CPU)
+for (rank, layout), shape in BLOCKS.items():
+    blocks = [BufferType(DType.uint16, shape, CPU)] * (2 if rank == 4 else 1)
+    op_graphs.add(f"move_{layout}{rank}", partial(move_in, layout=layout), *MOVES, TABLE, *blocks, by_max=rank < 6)
+codes = BufferType(DType.uint8, BLOCKS[6, "NHD"], CPU)
+op_graphs.add("move_codes", partial(move_in, layout="NHD", kv_format="int4"), *MOVES, TABLE, codes)
+views = [*(BufferType(DType.uint16, [size], CPU) for size in "kv"), TensorType(DType.int64, [12], CPU)]
+op_graphs.add("move_STRIDED", partial(move_in, layout="STRIDED"), *MOVES, TABLE, *views, by_max=True)
 
 
 def tree_rows(parents, offsets, cached, window=-1):
     arrays = np.array(parents, np.int32), np.array(offsets, np.uint32), np.array(cached, np.uint32)
-    results = op_graphs.models()[f"tree_rows_{window}"].execute(*map(to_buffer, arrays))
-    return dict(zip(FIELDS, (to_numpy(result).copy() for result in results), strict=True))
+    return dict(zip(FIELDS, op_graphs.run(f"tree_rows_{window}", *arrays), strict=True))
 
 
 def tokens_of_row(rows, r):
@@ -127,14 +119,16 @@ def test_rows_that_are_refused(parents, offsets, cached, words):
         tree_rows(parents, offsets, cached)
 
 
-def move(storage, cache, moves, model=None):
+def move(storage, cache, moves):
     rank, layout = storage
-    numbers = [to_buffer(np.array(column, np.int32)) for column in zip(*moves, strict=True)] or [
-        np.zeros(0, np.int32)
-    ] * 3
     arrays = [cache.k_blocks] if rank > 4 else [cache.k_blocks, cache.v_blocks]
-    buffers = [to_buffer(array.view(np.uint16)) for array in arrays]
-    op_graphs.models()[model or f"move_{layout}{rank}"].execute(*numbers, to_buffer(cache.lookup_table), *buffers)
+    bits = [array.view(np.uint16) for array in arrays]
+    op_graphs.run(f"move_{layout}{rank}", *columns_of(moves), cache.lookup_table, *bits)
+
+
+def columns_of(moves):
+    """Requests, sources and targets."""
+    return np.array(moves, np.int32).reshape(-1, 3).T.copy()
 
 
 def case_of(storage, **sizes):
@@ -208,7 +202,7 @@ def test_codes_move_with_their_scales():
     before = np.random.default_rng(0).integers(0, 256, (9, 2, 3, 5, 2, 12), np.uint8)
     after, table = before.copy(), np.array([[7, 2, 4]], np.uint32)
     moves = np.array([[0, 0], [6, 11], [4, 8]], np.int32)  # requests, sources, targets
-    op_graphs.models()["move_codes"].execute(*map(to_buffer, [*moves, table, after]))
+    op_graphs.run("move_codes", *moves, table, after)
     for source, target in moves[1:].T:
         before[table[0, target // 5], :, :, target % 5] = before[table[0, source // 5], :, :, source % 5]
     assert_bits_equal(after, before, what="pages")
@@ -223,10 +217,9 @@ def test_moves_in_a_view_leave_what_lies_between():
         pages = [(cache.lookup_table[request, token // 5], token % 5) for token in (source, target)]
         for side in (0, 1):
             expected[side][pages[1]][:, 3:27] = whole[side][pages[0]][:, 3:27]
-    view = to_buffer(Pages(whole[0, ..., 3:27], whole[1, ..., 3:27]).operands()[2])
-    k, v = (to_buffer(side.reshape(-1)[3:]) for side in whole)
-    numbers = [to_buffer(np.array(column, np.int32)) for column in zip(*moves, strict=True)]
-    op_graphs.models()["move_STRIDED"].execute(*numbers, to_buffer(cache.lookup_table), k, v, view)
+    view = Pages(whole[0, ..., 3:27], whole[1, ..., 3:27]).operands()[2]
+    k, v = (side.reshape(-1)[3:] for side in whole)
+    op_graphs.run("move_STRIDED", *columns_of(moves), cache.lookup_table, k, v, view)
     assert_bits_equal(whole, expected, what="the array behind the view")
 
 
@@ -262,6 +255,5 @@ def test_moves_of_several_lengths_are_refused(cut):
     cache = build(case_of((5, "NHD")))
     numbers = [np.array(column, np.int32) for column in ([0, 0], [5, 6], [4, 5])]
     numbers[cut] = numbers[cut][:1]
-    arguments = [to_buffer(array) for array in [*numbers, cache.lookup_table, cache.k_blocks.view(np.uint16)]]
     with refused(("sources", "targets")[cut - 1], 1, 2, unchanged=(cache.k_blocks,)):
-        op_graphs.models()["move_NHD5"].execute(*arguments)
+        op_graphs.run("move_NHD5", *numbers, cache.lookup_table, cache.k_blocks.view(np.uint16))

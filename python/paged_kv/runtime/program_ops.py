@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from max.dtype import DType
 
+from paged_kv.graphs.encodings import ENCODINGS, block_elements, row_bytes
 from paged_kv.runtime.graph_reading import Operation, UnknownGraph, Value, Word, product
 from paged_kv.runtime.libraries import COPIED, Kernel
 
@@ -107,6 +108,16 @@ def _check_dtypes(op: Operation, expected: str) -> None:
                 raise UnknownGraph(f"{op.name} of {value.dtype.name} where {letters[letter].name} is expected")
 
 
+def _require(op: Operation, fits: bool, what: str) -> None:
+    """A size that the registered op compares when it runs; a kernel gets addresses and sizes alone.
+
+    Raises:
+        UnknownGraph: it does not fit.
+    """
+    if not fits:
+        raise UnknownGraph(f"{op.name}: {what}")
+
+
 def _take_rows(op: Operation, layers: Layers) -> Call:
     (y,), (x, rows) = op.results, op.operands
     row_bytes = product(x.shape[1:]).times(x.dtype.size_in_bytes)
@@ -154,6 +165,8 @@ def _rms_norm(op: Operation, layers: Layers) -> Call:
 
 def _rotate(op: Operation, layers: Layers) -> Call:
     (y,), (x, cos, sin) = op.results, op.operands
+    columns, head_dim = cos.static(1), x.static(2)
+    _require(op, 2 * columns <= head_dim, f"cos: its {columns} columns are too many for heads of {head_dim}")
     addresses = [each.address for each in (y, x, cos, sin)]
     pairs = Word(int(op.parameters["pairs"]))
     return Call(layers.kernel("rotate", x.dtype), [*addresses, *x.shape, cos.shape[1], pairs])
@@ -239,6 +252,8 @@ def _strides(operand: Value, y: Value) -> tuple[Word, Word]:
 
 def _linear(op: Operation, _: Layers) -> Call:
     x, *weights = op.operands
+    for w in weights:
+        _require(op, w.shape[1] == x.shape[1], f"w: its depth is {w.static(1)}, that of x is {x.static(1)}")
     kernel = Kernel("linear", (x.dtype.name, weights[0].dtype.name))
     members: list[Word] = []
     for y, w in zip(op.results, weights, strict=True):
@@ -249,17 +264,26 @@ def _linear(op: Operation, _: Layers) -> Call:
 def _quantised_linear(op: Operation, _: Layers) -> Call:
     x, *weights = op.operands
     encodings = _encodings(op, len(weights))
-    mask = _mask(encodings)
     members: list[Word] = []
     for y, w, encoding in zip(op.results, weights, encodings, strict=True):
+        _check_row_bytes(op, w.static(1), encoding, x.static(1))
         members += [y.address, w.address, *w.shape, Word(encoding)]
-    return Call(Kernel("quantised_linear", (x.dtype.name,), mask), [Word(len(weights)), x.address, *x.shape], members)
+    kernel = Kernel("quantised_linear", (x.dtype.name,), _mask(encodings))
+    return Call(kernel, [Word(len(weights)), x.address, *x.shape], members)
 
 
 def _quantised_rows(op: Operation, _: Layers) -> Call:
     (y,), (w, rows) = op.results, op.operands
-    kernel = Kernel("quantised_rows", ("float32",), 1 << int(op.parameters["encoding"]))
-    return Call(kernel, [y.address, w.address, rows.address, *y.shape, w.shape[1], w.shape[0]])
+    encoding = int(op.parameters["encoding"])
+    _check_row_bytes(op, w.static(1), encoding, y.static(1))
+    kernel = Kernel("quantised_rows", ("float32",), 1 << encoding)
+    return Call(kernel, [y.address, w.address, rows.address, *y.shape, w.shape[1], w.shape[0], Word(encoding)])
+
+
+def _check_row_bytes(op: Operation, found: int, encoding: int, elements: int) -> None:
+    name = ENCODINGS[encoding]
+    _require(op, elements % block_elements(name) == 0, f"x: {elements} columns are no blocks of {block_elements(name)}")
+    _require(op, found == (size := row_bytes(name, elements)), f"w: its rows have {found} bytes, not {size}")
 
 
 def _encodings(op: Operation, count: int) -> list[int]:
@@ -286,6 +310,12 @@ def _choose_experts(op: Operation, layers: Layers) -> Call:
     if sizes.data is None:
         raise UnknownGraph("sizes that are not constant")
     groups, chosen_groups, sigmoid, sum_to_one = map(int, sizes.data)
+    count = logits.static(1)
+    _require(op, 1 <= groups <= count and count % groups == 0, f"sizes: {groups} groups do not divide {count} experts")
+    _require(op, 1 <= chosen_groups <= groups, f"sizes: {chosen_groups} of {groups} groups are chosen")
+    open_to = count // groups * chosen_groups
+    _require(op, experts.static(1) <= open_to, f"experts: {experts.static(1)} of {open_to} are chosen")
+    _require(op, bias.static(0) in (0, count), f"bias: its length is {bias.static(0)}, not {count}")
     addresses = [weights.address, experts.address, logits.address, bias.address]
     flags = [groups, chosen_groups, int(bias.static(0) > 0), sigmoid, sum_to_one]
     return Call(
@@ -307,6 +337,7 @@ def _weighted_sum(op: Operation, layers: Layers) -> Call:
 
 def _expert_linear(op: Operation, _: Layers) -> Call:
     (y,), (x, w, experts) = op.results, op.operands
+    _require(op, w.shape[2] == x.shape[1], f"w: its depth is {w.static(2)}, that of x is {x.static(1)}")
     member = [y.address, w.address, w.shape[1], Word(0), Word(0)]
     words = [Word(1), x.address, experts.address, experts.shape[0], x.shape[0], w.shape[0], x.shape[1]]
     return Call(Kernel("experts", (x.dtype.name, w.dtype.name)), words, member)
@@ -317,6 +348,7 @@ def _quantised_experts(op: Operation, _: Layers) -> Call:
     encodings = _encodings(op, len(weights))
     members: list[Word] = []
     for y, w, encoding in zip(op.results, weights, encodings, strict=True):
+        _check_row_bytes(op, w.static(2), encoding, x.static(1))
         members += [y.address, w.address, *w.shape[1:], Word(encoding)]
     words = [Word(len(weights)), x.address, experts.address, experts.shape[0], x.shape[0], weights[0].shape[0]]
     kernel = Kernel("quantised_experts", (x.dtype.name,), _mask(encodings))
