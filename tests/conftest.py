@@ -131,9 +131,10 @@ def _start_order(item: pytest.Item) -> tuple[bool, int, int]:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     if session.items:  # not the process that only hands out tests to workers
-        from support import mojo_package
+        from support import all_encodings, mojo_package
 
         mojo_package.build_once()
+        all_encodings.install()
     if session.config.option.collectonly or session.config.option.dist != "no":  # workers start what they need
         return
     jobs = []

@@ -101,6 +101,6 @@ def _activation(parameters: Parameters) -> Literal["silu", "gelu_tanh"]:
 def _clamped(gate: TensorValue, up: TensorValue, units: ClampedUnits) -> TensorValue:
     """The units in float32, rounded once."""
     gate, up, dtype = ops.cast(gate, DType.float32), ops.cast(up, DType.float32), gate.dtype
-    limit = constant(np.array([units.limit], np.float32), gate.device)
-    gate, up = ops.min(gate, limit), ops.max(ops.min(up, limit), -limit)
+    most, least = (constant(np.array([limit], np.float32), gate.device) for limit in (units.limit, -units.limit))
+    gate, up = ops.min(gate, most), ops.max(ops.min(up, most), least)
     return ops.cast((up + 1.0) * gate * ops.sigmoid(gate * units.alpha), dtype)

@@ -303,11 +303,11 @@ struct UnaryCall(TrivialRegisterPassable):
     var workers: Workers
 
     def run[dtype: DType](self) raises:
-        comptime for i in range(5):
+        comptime for i in range(6):
             if self.function == i:
                 unary[UNARY[i]](memory_at[dtype](self.y), memory_at[dtype](self.x), self.count, self.workers)
                 return
-        raise Error("function: ", self.function, " is none of 5")
+        raise Error("function: ", self.function, " is none of 6")
 
 
 @fieldwise_init
@@ -334,11 +334,11 @@ struct BinaryCall(TrivialRegisterPassable):
     def run[dtype: DType](self) raises:
         var x = Operand[dtype](memory_at[dtype](self.x), self.x_row, self.x_column)
         var z = Operand[dtype](memory_at[dtype](self.z), self.z_row, self.z_column)
-        comptime for i in range(4):
+        comptime for i in range(6):
             if self.function == i:
                 binary[BINARY[i]](memory_at[dtype](self.y), x, z, self.rows, self.columns, self.workers)
                 return
-        raise Error("function: ", self.function, " is none of 4")
+        raise Error("function: ", self.function, " is none of 6")
 
 
 @fieldwise_init

@@ -1,6 +1,7 @@
 """Operations on each element of activations: residual sums, gated units, logits as float32. All in float32."""
 
 from std.math import exp, tanh
+from std.utils.numerics import isnan
 
 from ..isa.convert import FloatVector, LANES, narrow, widen
 from .rms_norm import rounded
@@ -77,7 +78,7 @@ def activated[activation: StaticString](x: SIMD[DType.float32, _]) -> type_of(x)
     elif activation == SILU:
         return x / (1 + exp(-x))
     elif activation == SIGMOID:
-        return 1 / (1 + exp(-x))
+        return isnan(x).select(x, 1 / (1 + exp(-x)))  # exp clamps its argument
     else:
         comptime assert activation == GELU_TANH, "the activation is silu, sigmoid, relu, none or gelu_tanh"
         return 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))

@@ -1,22 +1,25 @@
 """The rest of a step between our ops: functions of each element, and of two, in float32, rounded once."""
 
 from std.math import floor, log1p, rsqrt, tanh
+from std.utils.numerics import isnan
 
 from ..isa.convert import LANES, narrow, widen
 from ..isa.threads import Workers, for_rows
-from .elementwise import GELU_TANH, activated, for_vectors
+from .elementwise import GELU_TANH, SIGMOID, activated, for_vectors
 
 comptime TANH: StaticString = "tanh"
 comptime FLOOR: StaticString = "floor"
 comptime LOG1P: StaticString = "log1p"
 comptime RSQRT: StaticString = "rsqrt"
-comptime UNARY = (TANH, FLOOR, LOG1P, RSQRT, GELU_TANH)
+comptime UNARY = (TANH, FLOOR, LOG1P, RSQRT, GELU_TANH, SIGMOID)
 """In the order of their numbers (`runtime/program_ops.py`)."""
 comptime ADD: StaticString = "add"
 comptime SUB: StaticString = "sub"
 comptime MUL: StaticString = "mul"
 comptime DIV: StaticString = "div"
-comptime BINARY = (ADD, SUB, MUL, DIV)
+comptime MIN: StaticString = "min"
+comptime MAX: StaticString = "max"
+comptime BINARY = (ADD, SUB, MUL, DIV, MIN, MAX)
 
 
 @fieldwise_init
@@ -51,11 +54,11 @@ def unary[
     def part[width: Int](at: Int) {var y, var x}:
         var value = widen[width](x.unsafe_offset(at))
         comptime if function == TANH:
-            value = tanh(value)
+            value = isnan(value).select(value, tanh(value))  # the function clamps its argument
         elif function == FLOOR:
             value = floor(value)
-        elif function == GELU_TANH:
-            value = activated[GELU_TANH](value)
+        elif function == GELU_TANH or function == SIGMOID:
+            value = activated[function](value)
         elif function == RSQRT:
             value = rsqrt(value)
         else:
@@ -101,8 +104,12 @@ def combined[
         return narrow[dtype](a - b)
     elif function == MUL:
         return narrow[dtype](a * b)
-    else:
+    elif function == DIV:
         return narrow[dtype](a / b)
+    elif function == MIN:  # NaN where one of them is
+        return narrow[dtype]((b.lt(a) | isnan(b)).select(b, a))
+    else:
+        return narrow[dtype]((b.gt(a) | isnan(b)).select(b, a))
 
 
 @no_inline

@@ -37,7 +37,7 @@ def kernels(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kernels")
     wanted = {
         LOWER: ["merge_float32", "pages_float32_float32", "layers_float32"],
-        FOREIGN: ["merge_float32", "masked_attention_bfloat16_bfloat16_bfloat16"],
+        FOREIGN: ["merge_float32", "experts_bfloat16_bfloat16"],
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", str(tmp_path_factory.mktemp("nothing")))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, TensorType
+from max.graph import ops as of_max
 
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.graphs import ops
@@ -78,6 +79,20 @@ add(
     lambda positions, offsets, requests: ops.lengths_and_last_rows(positions, offsets, requests.shape[0]),
     *(kind("int32", "T"), kind("uint32", "O"), kind("uint32", "B")),
 )
+
+UNARY = {
+    "tanh": np.tanh,
+    "floor": np.floor,
+    "log1p": np.log1p,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+}
+BINARY = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "min": np.minimum, "max": np.maximum}
+"""MAX's own ops between ours, which a program computes with kernels of this package."""
+for name in UNARY:
+    add(name, getattr(of_max, name), kind("float32", "T", "D"))
+for name in BINARY:
+    add(name, getattr(of_max, name), kind("float32", "T", "D"), kind("float32", "D"))
 
 
 def execute(name, *arrays):
@@ -372,6 +387,19 @@ def test_no_rows():
     assert execute("widen_bfloat16", x.astype("bfloat16")).shape == (0, 24)
     nothing = np.zeros(1, np.uint32)
     assert [y.size for y in execute("step_rows", np.zeros(0, np.int32), nothing, nothing[:0])] == [0, 0]
+
+
+@pytest.mark.parametrize("name", [*UNARY, *BINARY])
+def test_functions_of_elements(name):
+    """NaN and infinities too: where an operand is NaN, so is the result."""
+    arrays = [sample("float32", 7, 37)] + ([sample("float32", 37, seed=1)] if name in BINARY else [])
+    if name in ("log1p", "rsqrt"):
+        arrays[0] = np.abs(arrays[0])
+    for array in arrays:
+        array.flat[[3, 20, 36]] = np.nan, np.inf, 0
+    with np.errstate(all="ignore"):
+        exact = (UNARY | BINARY)[name](*wide(*arrays))
+    np.testing.assert_allclose(execute(name, *arrays), exact, rtol=1e-6, atol=1e-6)
 
 
 X, ROWS, TABLE = TensorType(DType.float32, ["T", 8], CPU), TensorType(DType.int32, ["N"], CPU), ["T", 4]

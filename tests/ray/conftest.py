@@ -16,8 +16,8 @@ from paged_kv.engine import Engine, load
 from paged_kv.engine.demo_model import FOLDER
 from support.ray_load import App
 
-KILLS = int(os.environ.get("PAGED_KV_RAY_KILLS", "2"))
-ROWS = int(os.environ.get("PAGED_KV_RAY_ROWS", "160"))
+KILLS = int(os.environ.get("PAGED_KV_RAY_KILLS", "1"))
+ROWS = int(os.environ.get("PAGED_KV_RAY_ROWS", "96"))
 """The size that CI runs; docs/scaling.md has what came of 50 and 2000."""
 NODE = {"num_cpus": 1, "object_store_memory": 100 << 20}
 PATIENT = {

@@ -17,16 +17,21 @@ def mojo(*arguments: str | Path, timeout: int = 1200) -> subprocess.CompletedPro
 
 
 @functools.cache
-def _package() -> tempfile.TemporaryDirectory[str]:
-    """A folder with mojo_ops, precompiled: every program of a session parses it from there."""
+def _package() -> tuple[tempfile.TemporaryDirectory[str], str]:
     folder = tempfile.TemporaryDirectory()
     result = mojo("precompile", ROOT / "mojo_ops", "-o", Path(folder.name) / "mojo_ops.mojoc")
     assert result.returncode == 0, result.stderr
-    return folder
+    return folder, result.stdout + result.stderr
 
 
 def package() -> Path:
-    return Path(_package().name)
+    """The folder of mojo_ops, precompiled: every program of a session parses it from there."""
+    return Path(_package()[0].name)
+
+
+def words_of_the_compiler() -> str:
+    """Return what the compiler says of the package."""
+    return _package()[1]
 
 
 def run_program(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:

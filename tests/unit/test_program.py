@@ -1,11 +1,15 @@
 """A step as a program without its kernels: sizes, the arena, the numbers of calls, what is not known."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from max.dtype import DType
 
 from paged_kv.engine.step import demo_libraries
+from paged_kv.graphs.encodings import ENCODINGS, row_bytes
 from paged_kv.graphs.models import decoder
+from paged_kv.runtime import libraries, program_ops
 from paged_kv.runtime.graph_reading import Operation, ReadGraph, UnknownGraph, Value, Word, product
 from paged_kv.runtime.libraries import Kernel
 from paged_kv.runtime.program import Program, kernels_of, place
@@ -160,15 +164,23 @@ def test_what_no_kernel_computes_is_not_known(name, operands, words):
         calls_of(Operation(name, operands, [result], {}), Layers("float32"))
 
 
-def test_quantised_products_of_a_step_are_calls_of_one_library():
+@pytest.mark.parametrize("is_there", [False, True])
+def test_quantised_products_of_a_step_are_calls_of_one_library(is_there, monkeypatch):
+    """That of their encodings, or of all where that one lies on this machine."""
+    found = [SimpleNamespace()] if is_there else []
+    monkeypatch.setattr(libraries, "_found", lambda *_, **__: next(iter(found), None))
+    monkeypatch.setattr(program_ops, "built_encodings", libraries.built_encodings)
+
     def product_of(*encodings):
         number = sum(encoding << 5 * at for at, encoding in enumerate(encodings))
-        x, *ws = value(T, 256), *(value(8, 144, dtype=DType.uint8) for _ in encodings)
+        sizes = [row_bytes(ENCODINGS[encoding], 256) for encoding in encodings]
+        x, *ws = value(T, 256), *(value(8, size, dtype=DType.uint8) for size in sizes)
         results = [value(T, 8) for _ in encodings]
         return Operation("paged_kv_quantised_linear", [x, *ws], results, {"encodings": number})
 
     calls = calls_of_all([product_of(2), product_of(2, 5), add(value(T, 8), value(T, 8))[0]], Layers("float32"))
-    assert [[call.kernel.mask for call in of_one] for of_one in calls] == [[1 << 2 | 1 << 5]] * 2 + [[0]]
+    mask = libraries.ALL_ENCODINGS if is_there else 1 << 2 | 1 << 5
+    assert [[call.kernel.mask for call in of_one] for of_one in calls] == [[mask]] * 2 + [[0]]
 
 
 def test_an_output_that_no_operation_makes_is_not_known():

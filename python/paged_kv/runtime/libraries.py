@@ -30,6 +30,7 @@ from typing import Any
 from max.driver import get_virtual_cpu_target
 
 from paged_kv.errors import ContractError, ToolchainError
+from paged_kv.graphs.encodings import ENCODINGS
 from paged_kv.graphs.ops import kernels
 from paged_kv.kv_formats import FORMATS
 from paged_kv.options import FLOAT8_DTYPES, Q_DTYPES
@@ -51,7 +52,9 @@ COPIED = {1: "uint8", 2: "bfloat16", 4: "float32"}
 _SECONDS = 900
 """After which a build has hung: one takes 10 s on an idle core."""
 _WITH_PAGES = ("attention", "append", "move_tokens", "gather", "linear")
-_OF_QUANTISED = ("quantised_linear", "quantised_experts", "quantised_rows")
+_QUANTISED = ("quantised_linear", "quantised_experts", "quantised_rows")
+"""What multiplies by weights in blocks of some encodings, and unpacks their rows."""
+ALL_ENCODINGS = (1 << len(ENCODINGS)) - 1
 _RECURRENT = ("delta_rule", "selective_scan")
 _LAYERS = (
     *("program", "take_rows", "take_columns", "rms_norm", "rotate", "hadamard", "rotary_tables", "add_scaled"),
@@ -61,7 +64,7 @@ _LAYERS = (
 """The small ops of a step, of one dtype, and what runs its program."""
 _RECURRENT_LAYERS = ("causal_conv1d", "layer_recurrence", "gated_norm")
 """The ops of recurrent layers, of one dtype of activations."""
-_TOGETHER = (_RECURRENT, _LAYERS, _RECURRENT_LAYERS)
+_TOGETHER = (_QUANTISED, _RECURRENT, _LAYERS, _RECURRENT_LAYERS)
 """Kernels that lie in one library."""
 
 
@@ -118,7 +121,7 @@ class Library:
     def kernel(self, kind: str) -> Kernel:
         """One of its kernels."""
         counts = {"merge": 1, "append": 2, "move_tokens": 2, "gather": 2, "linear": 2, "experts": 2}
-        counts |= dict.fromkeys((*_OF_QUANTISED, *_RECURRENT, *_LAYERS, *_RECURRENT_LAYERS), 1)
+        counts |= dict.fromkeys((*_QUANTISED, *_RECURRENT, *_LAYERS, *_RECURRENT_LAYERS), 1)
         return Kernel(kind, self.dtypes[: counts.get(kind, 3)], self.mask)
 
     @property
@@ -126,6 +129,8 @@ class Library:
         """Its name as a file."""
         if self.kinds == _RECURRENT:
             return "recurrent"
+        if self.kinds == _QUANTISED:
+            return "_".join(("quantised", self.dtypes[0], *([] if self.mask == ALL_ENCODINGS else [str(self.mask)])))
         if self.kinds in (_LAYERS, _RECURRENT_LAYERS):
             return ("layers_" if self.kinds == _LAYERS else "recurrent_layers_") + self.dtypes[0]
         if len(self.kinds) > 1:
@@ -143,6 +148,14 @@ class Library:
         return LibraryKey(f"library {self.kinds} {self.dtypes} {self.mask}", PROGRAM, folders)
 
 
+def built_encodings(dtype: str, mask: int) -> int:
+    """Return the encodings of the library by which a step multiplies x of `dtype` by weights in those of `mask`: all of
+    them where that library lies on this machine, or came along, for it takes two minutes to build.
+    """
+    library = Kernel(_QUANTISED[0], (dtype,), ALL_ENCODINGS).library
+    return mask if _found({"": library.key()}, exact=False) is None else ALL_ENCODINGS
+
+
 def kernel_of(name: str) -> Kernel:
     """The kernel of a name.
 
@@ -154,20 +167,23 @@ def kernel_of(name: str) -> Kernel:
         kind = "_".join(parts[:length])
         if kind in KINDS:
             rest = " ".join(parts[length:]).replace("float8 ", "float8_").split()
-            mask = int(rest.pop()) if kind in _OF_QUANTISED else 0
+            mask = int(rest.pop()) if kind in _QUANTISED else 0
             return Kernel(kind, tuple(rest), mask)
     raise ContractError(f"{name} is no kernel of this package")
 
 
 def api_libraries() -> list[Library]:
-    """Return what the calls of the API use over host arrays, but for outputs of another dtype than q's; and the small
-    ops of a step.
+    """Return what the calls of the API use over host arrays, but for outputs of another dtype than q's; and what the
+    steps of models call.
     """
     narrow = (*FLOAT8_DTYPES, *FORMATS)
     pairs = [(q, kv) for q in Q_DTYPES for kv in (q, *narrow)]
     wanted = [Kernel("append", ("uint8", "uint8")), *(Kernel("merge", (q,)) for q in Q_DTYPES)]
     wanted.append(Kernel("delta_rule", ("float32",)))
-    wanted += [Kernel("program", (q,)) for q in ("float32", "bfloat16")]
+    for dtype in ("float32", "bfloat16"):
+        wanted += [Kernel(kind, (dtype,)) for kind in ("program", "causal_conv1d")]
+        wanted += [Kernel("experts", (dtype, w)) for w in dict.fromkeys((dtype, "bfloat16"))]
+    wanted += [Kernel("linear", ("float32", "bfloat16")), Kernel("quantised_linear", ("float32",), ALL_ENCODINGS)]
     for q, kv in pairs:
         wanted += [Kernel(kind, (q, kv, q)) for kind in ("attention", "masked_attention")]
         if kv not in FORMATS:
@@ -184,7 +200,7 @@ KINDS = (
         "gather",
         "linear",
         "experts",
-        *_OF_QUANTISED,
+        *_QUANTISED,
         *_RECURRENT,
         *_LAYERS,
         *_RECURRENT_LAYERS,

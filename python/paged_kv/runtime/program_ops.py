@@ -11,15 +11,15 @@ from max.dtype import DType
 
 from paged_kv.graphs.encodings import ENCODINGS, block_elements, row_bytes
 from paged_kv.runtime.graph_reading import Operation, UnknownGraph, Value, Word, product
-from paged_kv.runtime.libraries import COPIED, Kernel
+from paged_kv.runtime.libraries import COPIED, Kernel, built_encodings
 
 ACTIVATIONS = ("silu", "gelu_tanh", "sigmoid", "relu", "none")
 """In the order of `mojo_ops/layers/call.mojo`."""
 CONVERTED = ("bfloat16", "float16", "int32")
 """In the order of `mojo_ops/layers/call.mojo`."""
-UNARY = ("TanhOp", "FloorOp", "Log1pOp", "RsqrtOp", "GeluTanhOp")
+UNARY = ("TanhOp", "FloorOp", "Log1pOp", "RsqrtOp", "GeluTanhOp", "SigmoidOp")
 """In the order of `mojo_ops/layers/pointwise.mojo`."""
-BINARY = ("AddOp", "SubOp", "MulOp", "DivOp")
+BINARY = ("AddOp", "SubOp", "MulOp", "DivOp", "MinOp", "MaxOp")
 _COMPUTING = ("paged_kv_rms_norm", "paged_kv_linear", "paged_kv_add_scaled", "AddOp")
 _DTYPES = {"f": DType.float32, "i": DType.int32, "u": DType.uint32, "b": DType.uint8}
 _ENCODING_BITS = 5
@@ -58,20 +58,22 @@ class Layers:
 
 
 def calls_of_all(operations: Sequence[Operation], layers: Layers) -> list[list[Call]]:
-    """The calls of each operation. Of a kind of quantised products all are calls of one library, that of all their
-    encodings: the code of an encoding is compiled once.
+    """The calls of each operation. Those that take quantised weights are calls of one library, of all encodings of the
+    step: the code of an encoding is compiled once.
 
     Raises:
         UnknownGraph: as `calls_of`.
+        ToolchainError: as `built_encodings`.
     """
     of_each = [calls_of(op, layers) for op in operations]
-    masks: dict[Kernel, int] = {}
+    masks: dict[tuple[str, ...], int] = {}
     for call in chain.from_iterable(of_each):
-        kind = replace(call.kernel, mask=0)
-        masks[kind] = masks.get(kind, 0) | call.kernel.mask
+        masks[call.kernel.dtypes] = masks.get(call.kernel.dtypes, 0) | call.kernel.mask
+    masks = {dtypes: built_encodings(*dtypes, mask) for dtypes, mask in masks.items() if mask}
 
     def together(call: Call) -> Call:
-        return call._replace(kernel=replace(call.kernel, mask=masks[replace(call.kernel, mask=0)]))
+        mask = masks[call.kernel.dtypes] if call.kernel.mask else 0
+        return call._replace(kernel=replace(call.kernel, mask=mask))
 
     return [[together(call) for call in calls] for calls in of_each]
 
