@@ -1,4 +1,4 @@
-"""Real artefacts of a real compile, damaged: MAX and the Mojo compiler crash on such files, so neither may see them."""
+"""A real library, damaged: a process that loads it would crash. Compiled packages: unit/test_kernel_library.py."""
 
 import os
 import subprocess
@@ -9,10 +9,9 @@ import pytest
 CALL = """
 import numpy as np
 import paged_kv
-for dtype in (np.float32, np.float16):  # with the second library the package of sources is compiled
-    v, s = np.ones((3, 2, 8), dtype), np.zeros((3, 2), np.float32)
-    merged, lse = paged_kv.merge_state(v, s, v, s)
-    assert (np.asarray(merged) == 1).all() and (np.asarray(lse) == 1).all()
+v, s = np.ones((3, 2, 8), np.float32), np.zeros((3, 2), np.float32)
+merged, lse = paged_kv.merge_state(v, s, v, s)
+assert (np.asarray(merged) == 1).all() and (np.asarray(lse) == 1).all()
 """
 
 
@@ -28,7 +27,7 @@ def test_damaged_artefacts_are_made_again(tmp_path):
         return {path: path.read_bytes() for path in files}
 
     whole = call()
-    assert sorted({path.suffix for path in whole}) == [".kernels", ".library", ".mojoc", ".so"]
+    assert sorted({path.suffix for path in whole}) == [".library", ".so"]
     written = {path: path.stat().st_ino for path in whole}
     assert call() == whole
     assert {path: path.stat().st_ino for path in whole} == written  # read, not made again

@@ -20,7 +20,7 @@ PAIRS = (
     ("float16", "float16"),
     ("bfloat16", "bfloat16"),
     ("bfloat16", "float8_e4m3fn"),
-    ("float16", "float8_e5m2"),
+    ("bfloat16", "float8_e5m2"),
 )
 """The dtypes of queries and caches that the suite compiles."""
 
