@@ -131,8 +131,9 @@ def _start_order(item: pytest.Item) -> tuple[bool, int, int]:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     if session.items:  # not the process that only hands out tests to workers
-        from support import all_encodings, mojo_package
+        from support import all_encodings, compiles, mojo_package
 
+        compiles.install()
         mojo_package.build_once()
         all_encodings.install()
     if session.config.option.collectonly or session.config.option.dist != "no":  # workers start what they need
@@ -146,5 +147,25 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         job.start()
 
 
-def pytest_sessionfinish() -> None:
+_COMPILED: list[dict[str, list[float]]] = []
+"""By each worker, as `compiles.noted`."""
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    from support import compiles
+
     background.stop()
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["compiled"] = compiles.noted()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node) -> None:
+    output = getattr(node, "workeroutput", {})  # none of a worker that crashed
+    _COMPILED.extend([output["compiled"]] if "compiled" in output else [])
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    from support import compiles
+
+    terminalreporter.write_line(compiles.in_words([compiles.noted(), *_COMPILED]))
