@@ -1,5 +1,7 @@
 """One library for all quantised weights of a test run, where a user's machine builds one for those of each file."""
 
+from functools import cache
+
 import pytest
 
 from paged_kv.runtime import libraries, program_ops
@@ -13,7 +15,12 @@ def install() -> None:
 
 
 def _all_of_them(dtype: str, _: int) -> int:
+    _build(dtype)
+    return libraries.ALL_ENCODINGS
+
+
+@cache  # whoever loads a program may hold the lock by then
+def _build(dtype: str) -> None:
     everything = libraries.Kernel("quantised_linear", (dtype,), libraries.ALL_ENCODINGS)
     with one_process_at_a_time(everything.library.file):
         libraries.load([everything])
-    return libraries.ALL_ENCODINGS
