@@ -321,6 +321,8 @@ def choose_experts(
     check_tensor("logits", logits)
     _check_cpu("logits", logits)
     check_value("logits", logits, DType.float32, [None, None], logits.device)
+    if jitter and (bias is not None or groups > 1 or sigmoid):
+        raise ContractError("jitter: it is for scores of a softmax, without bias and groups")
     if bias is None:
         bias = constant(np.zeros(0, np.float32))
     else:

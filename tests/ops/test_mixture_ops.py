@@ -185,6 +185,8 @@ LOGITS, HALVES = TensorType(DType.float32, ["T", 8], CPU), TensorType(DType.floa
             ShapeError,
             "bias",
         ),
+        (lambda x: ops.choose_experts(x, 2, jitter=0.1, sigmoid=True), [LOGITS], ContractError, "jitter: it is for"),
+        (lambda x: ops.choose_experts(x, 2, jitter=0.1, groups=2), [LOGITS], ContractError, "jitter: it is for"),
         (ops.gate_halves, [HALVES], ShapeError, "x: shape"),
         (ops.gate_halves, [TensorType(DType.int32, ["T", 8], CPU)], ContractTypeError, "x: dtype int32"),
         (ops.weighted_sum, [LOGITS, LOGITS], ShapeError, "x: rank 2"),
