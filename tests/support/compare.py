@@ -1,8 +1,7 @@
 """Comparisons that say where two results first differ. NaN and infinities must be at the same indices."""
 
+import ml_dtypes
 import numpy as np
-
-TINY = float(np.finfo(np.float32).tiny)
 
 
 def assert_close(actual: np.ndarray, expected: np.ndarray, *, rel: float | np.ndarray, what: str) -> None:
@@ -10,13 +9,14 @@ def assert_close(actual: np.ndarray, expected: np.ndarray, *, rel: float | np.nd
 
     The error's norm must stay within `rel` of the expected row's norm, and no single element may be off by more than
     `2 * rel` of the row's largest: a norm alone would let one wrong element hide among many right ones. A row of zeros
-    must come out as zeros.
+    must come out as zeros. Rows below the least normal number of the dtype count as that large: its steps are no finer.
     """
     a, e = _same_placement(actual, expected, what)
     error = np.abs(a - e)
+    tiny = float(max(np.finfo(np.float32).tiny, ml_dtypes.finfo(actual.dtype).smallest_normal))
     rel = np.asarray(rel)[..., None]
-    row_bound = rel * np.maximum(np.linalg.norm(e, axis=-1, keepdims=True), TINY)
-    element_bound = 2 * rel * np.maximum(np.abs(e).max(axis=-1, keepdims=True, initial=0.0), TINY)
+    row_bound = rel * np.maximum(np.linalg.norm(e, axis=-1, keepdims=True), tiny)
+    element_bound = 2 * rel * np.maximum(np.abs(e).max(axis=-1, keepdims=True, initial=0.0), tiny)
     bad_rows = np.linalg.norm(error, axis=-1, keepdims=True) > row_bound
     # Where a row fails only as a whole, its worst element is the one to show.
     worst = error == error.max(axis=-1, keepdims=True, initial=0.0)
