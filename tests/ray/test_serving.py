@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+import os
+import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from threading import Thread
 
 import httpx
 import openai
@@ -112,6 +113,19 @@ def test_the_pool_is_that_of_all_replicas(start):
     assert {state["used_pages"] for state in app.idle().values()} == {0}
 
 
+def test_health_is_that_of_the_replica_that_is_left(start):
+    app = start(replicas=2)
+    killed, left = app.status()
+    os.kill(killed, signal.SIGKILL)
+    asked = []
+    with ThreadPoolExecutor(1) as threads:
+        back = threads.submit(app.status)
+        while not back.done():
+            asked.append(httpx.get(app.url + "/health", timeout=60).status_code)
+    assert (set(asked), len(asked) > 3) == ({200}, True)
+    assert len(back.result(60).keys() - {killed, left}) == 1
+
+
 def test_every_option_of_the_engine(start, tmp_path):
     """Codes in the cache, rotation, a draft and prefixes on disk: the engine's text; a new replica finds the prefix."""
     options = {"cache_dtype": "int8", "cache_rotation": "hadamard", "page_size": 8}
@@ -188,24 +202,13 @@ def test_prefixes_raise_the_hit_rate_by_what_the_simulation_says(start):
 
 
 def test_replicas_that_are_killed_change_no_text_and_come_back(start, engine, kills):
-    """Each client gets its text or an error; none waits for ever; each replica is soon back, and serves. The
-    application's health is that of the replica that is left.
-    """
+    """Each client gets its text or an error; none waits for ever; each replica is soon back, and serves."""
     app = start(replicas=2)
     prompts = PROMPTS[:24]
     greedy = right_texts(engine, prompts, Sampling(64, ignore_end=True))
     drawn = right_texts(engine, prompts, Sampling(64, 0.9, seed=7, ignore_end=True))
     killer = Killer(app, kills, seed=3, most_seconds=2.0)
     killer.start()
-    healths: list[int] = []
-
-    def ask_health():
-        while killer.is_alive():
-            healths.append(httpx.get(app.url + "/health", timeout=60).status_code)
-            time.sleep(0.1)
-
-    watcher = Thread(target=ask_health, daemon=True)
-    watcher.start()
     ended = {"whole": 0, "error": 0}
     slowest, end = 0.0, time.monotonic() + SECONDS + 60 * kills
     while killer.is_alive() and time.monotonic() < end:
@@ -217,9 +220,7 @@ def test_replicas_that_are_killed_change_no_text_and_come_back(start, engine, ki
                 slowest = max(slowest, reply.seconds)
     killer.stop.set()
     killer.join(SECONDS)
-    watcher.join(SECONDS)
     assert killer.error is None, killer.error
-    assert (set(healths), len(healths) > 3) == ({200}, True)
     assert len(killer.back) == kills
     print(f"{kills} kills: {ended}, the slowest took {slowest:.1f} s")
     print(f"started in {app.start_seconds:.1f} s, back after {sorted(round(took, 1) for took in killer.back)} s")
