@@ -27,7 +27,7 @@ SIZES = [(1, 1), (1, 8), (3, 17), (7, 64), (307, 200)]
 
 
 BY_MAX = ("float16",)
-"""Of no step on a CPU; so the registered ops, which know no dtype by its name, are run too."""
+"""No step on a CPU has it; so the registered ops, which know no dtype by its name, are run too."""
 
 
 def kind(dtype, *shape):

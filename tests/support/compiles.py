@@ -1,4 +1,4 @@
-"""What a run of the tests compiled, in words for its last lines: people wait for little else.
+"""Words for the last lines of a test run: the compiles that it waited for, since people wait for little else.
 
 Processes that tests start compile too, and are not counted.
 """

@@ -53,7 +53,7 @@ _SECONDS = 900
 """After which a build has hung: one takes 10 s on an idle core."""
 _WITH_PAGES = ("attention", "append", "move_tokens", "gather", "linear")
 _QUANTISED = ("quantised_linear", "quantised_experts", "quantised_rows")
-"""What multiplies by weights in blocks of some encodings, and unpacks their rows."""
+"""The products by weights in blocks of some encodings, and what unpacks their rows."""
 ALL_ENCODINGS = (1 << len(ENCODINGS)) - 1
 _RECURRENT = ("delta_rule", "selective_scan")
 _LAYERS = (

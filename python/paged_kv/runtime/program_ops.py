@@ -66,14 +66,17 @@ def calls_of_all(operations: Sequence[Operation], layers: Layers) -> list[list[C
         ToolchainError: as `built_encodings`.
     """
     of_each = [calls_of(op, layers) for op in operations]
-    masks: dict[tuple[str, ...], int] = {}
+    masks: dict[str, int] = {}
     for call in chain.from_iterable(of_each):
-        masks[call.kernel.dtypes] = masks.get(call.kernel.dtypes, 0) | call.kernel.mask
-    masks = {dtypes: built_encodings(*dtypes, mask) for dtypes, mask in masks.items() if mask}
+        if mask := call.kernel.mask:
+            (dtype,) = call.kernel.dtypes
+            masks[dtype] = masks.get(dtype, 0) | mask
+    masks = {dtype: built_encodings(dtype, mask) for dtype, mask in masks.items()}
 
     def together(call: Call) -> Call:
-        mask = masks[call.kernel.dtypes] if call.kernel.mask else 0
-        return call._replace(kernel=replace(call.kernel, mask=mask))
+        if not call.kernel.mask:
+            return call
+        return call._replace(kernel=replace(call.kernel, mask=masks[call.kernel.dtypes[0]]))
 
     return [[together(call) for call in calls] for calls in of_each]
 
