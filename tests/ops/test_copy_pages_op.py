@@ -10,7 +10,6 @@ from max.graph import BufferType, DeviceRef, TensorType
 from paged_kv import reference
 from paged_kv.arrays.pages import Pages
 from paged_kv.graphs import ops
-from paged_kv.graphs.ops import PagedCache
 from support import op_graphs
 from support.cases import STORAGES, UNUSED_PAGE
 from support.compare import assert_bits_equal
@@ -30,13 +29,7 @@ TABLE = np.full((1, 1), UNUSED_PAGE, np.uint32)  # whose pages they are does not
 
 
 def copy_in(sources, targets, table, *blocks, layout, kv_format=None):
-    if kv_format:
-        cache = PagedCache.of(*blocks, table, kv_format=kv_format)
-    elif layout == "STRIDED":
-        k, v, view = blocks
-        cache = PagedCache(k, v, table, layout, view)
-    else:
-        cache = PagedCache(blocks[0], blocks[-1], table, layout)
+    cache = op_graphs.paged_cache(table, blocks, layout, kv_format)
     ops.copy_pages(cache, sources, targets)
 
 

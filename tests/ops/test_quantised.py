@@ -39,7 +39,7 @@ ODD = 67
 CPU = DeviceRef.CPU()
 
 
-def experts_beside(size):
+def encodings_of_blocks(size):
     """Encodings of stacks whose blocks have so many elements."""
     return [each for each in EXPERTS if block_elements(each) == size]
 
@@ -71,7 +71,7 @@ for name, encodings in TOGETHER.items():
     add(f"quantised_{name}", DType.float32, encodings)
     add_rows(f"rows_{name}", encodings)
 for size in (32, 256):
-    add_experts(f"experts_{size}", ["T", "K"], experts_beside(size))
+    add_experts(f"experts_{size}", ["T", "K"], encodings_of_blocks(size))
 add("quantised_mixed", DType.float32, MIXED, by_max=True)
 add("quantised_bfloat16", DType.bfloat16, ["Q4_K"], by_max=True)
 add_experts("experts_mixed", ["T", "C", "K"], MIXED, by_max=True)
@@ -94,7 +94,7 @@ def rows_of(chosen, blocks, encoding):
 
 def experts_product(x, experts, stack, encoding):
     size = block_elements(encoding)
-    return among(f"experts_{size}", experts_beside(size), encoding, [x, experts], stack)
+    return among(f"experts_{size}", encodings_of_blocks(size), encoding, [x, experts], stack)
 
 
 def among(title, encodings, encoding, inputs, blocks):

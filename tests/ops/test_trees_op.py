@@ -9,7 +9,6 @@ from max.graph import BufferType, DeviceRef, TensorType
 
 from paged_kv.arrays.pages import Pages
 from paged_kv.graphs import trees
-from paged_kv.graphs.ops import PagedCache
 from support import op_graphs
 from support.cases import STORAGES, UNUSED_PAGE, CacheCase, build
 from support.compare import assert_bits_equal
@@ -36,13 +35,7 @@ def rows_of(parents, offsets, lengths, *, window):
 
 
 def move_in(requests, sources, targets, table, *blocks, layout, kv_format=None):
-    if kv_format:
-        cache = PagedCache.of(*blocks, table, kv_format=kv_format)
-    elif layout == "STRIDED":
-        k, v, view = blocks
-        cache = PagedCache(k, v, table, layout, view)
-    else:
-        cache = PagedCache(blocks[0], blocks[-1], table, layout)
+    cache = op_graphs.paged_cache(table, blocks, layout, kv_format)
     trees.move_tokens(cache, requests, sources, targets)
 
 

@@ -19,7 +19,7 @@ def _all_of_them(dtype: str, _: int) -> int:
     return libraries.ALL_ENCODINGS
 
 
-@cache  # whoever loads a program may hold the lock by then
+@cache  # a second call may come from code that holds this file lock, and would wait for itself
 def _build(dtype: str) -> None:
     everything = libraries.Kernel("quantised_linear", (dtype,), libraries.ALL_ENCODINGS)
     with one_process_at_a_time(everything.library.file):

@@ -10,7 +10,7 @@ those of operands whose sizes only the registered op compares. A run of one file
 """
 
 import fcntl
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, NamedTuple
@@ -66,6 +66,16 @@ def run(title: str, *arrays: np.ndarray) -> list[np.ndarray]:
         return [to_numpy(output).copy() for output in _models()[title].execute(*map(to_buffer, arrays))]
     sizes = _programs[title].sizes(arrays)
     return _program(title, tuple(sizes.items())).run(arrays)
+
+
+def paged_cache(table: Any, blocks: Sequence[Any], layout: str, kv_format: str | None = None) -> ops.PagedCache:
+    """The cache of a graph's buffers: one or two, of codes where a format is named, or two and the view of strides."""
+    if kv_format:
+        return ops.PagedCache.of(*blocks, table, kv_format=kv_format)
+    if layout == "STRIDED":
+        k, v, view = blocks
+        return ops.PagedCache(k, v, table, layout, view)
+    return ops.PagedCache(blocks[0], blocks[-1], table, layout)
 
 
 @cache

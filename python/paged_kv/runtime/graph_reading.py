@@ -150,20 +150,20 @@ def product(words: tuple[Word, ...]) -> Word:
     return total
 
 
-def read_graph(module: Module, buffers: Sequence[Array | None], known: Mapping[str, int] | None = None) -> ReadGraph:
+def read_graph(module: Module, buffers: Sequence[Array | None], symbols: Mapping[str, int] | None = None) -> ReadGraph:
     """The one graph of a module.
 
     Args:
         module: It has one graph.
         buffers: For each input the array that it always is, whose sizes are then no symbols, or None.
-        known: Sizes of other symbols.
+        symbols: Sizes of other symbols.
 
     Raises:
         UnknownGraph: an operation or a shape is not known.
     """
     (graph,) = module.mlir_module.body
     block = graph.regions[0].front
-    sizes = dict(known or {})
+    sizes = dict(symbols or {})
     for argument, buffer in zip(block.arguments, buffers, strict=True):
         if buffer is not None:
             shape = _value(argument.type, {}).shape
