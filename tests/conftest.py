@@ -61,6 +61,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--hostile-cases", type=int, default=1250, help="how many cases of tests/hostile there are")
     parser.addoption("--every-value", action="store_true", help="of test_config_keys.py, all values of each key")
     parser.addoption(
+        "--all-kernels",
+        action="store_true",
+        help="build all kernels of a dtype where one is missing, as a run of all tests does",
+    )
+    parser.addoption(
         "--emulate-amx",
         action="store_true",
         help="run the kernels for AMX without AMX, on tile registers in memory; of tests/ops, bfloat16's and quantised",
@@ -92,6 +97,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: compiles for one test alone, half a minute and more; not in `quick`")
     config.addinivalue_line("markers", "waits_for(*jobs): jobs of background.py that the test wants the results of")
     properties.load_profile(config.getoption("--hypothesis-profile"), quick=config.option.markexpr == "quick")
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        config.option.all_kernels = True  # of workers too
     target = config.getoption("--cpu-target")
     if target is not None:
         isa.use_libraries(target=target)
@@ -131,11 +138,11 @@ def _start_order(item: pytest.Item) -> tuple[bool, int, int]:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     if session.items:  # not the process that only hands out tests to workers
-        from support import all_encodings, compiles, mojo_package
+        from support import compiles, kernels_once, mojo_package
 
         compiles.install()
         mojo_package.build_once()
-        all_encodings.install()
+        kernels_once.install(of_all_tests=session.config.option.all_kernels)
     if session.config.option.collectonly or session.config.option.dist != "no":  # workers start what they need
         return
     jobs = []

@@ -1,6 +1,6 @@
 """A program: calls of kernels in a list, which one function makes one after the other."""
 
-from .library_call import Function
+from .library_call import Function, taken
 
 
 @fieldwise_init
@@ -15,8 +15,8 @@ struct ProgramCall(TrivialRegisterPassable):
     var stopped: Int
     """The address of the number of the call that refused its operands."""
 
-    def run(self) -> Int:
-        """Makes the calls up to the first that refuses its operands; the address of what it says, 0 where none does."""
+    def run(self) raises:
+        """Makes the calls up to the first that refuses its operands, and raises what it says."""
         var functions, operands = self.functions, self.operands
         var function = Pointer(to=functions).unsafe_bitcast[Pointer[Function, ImmUntrackedOrigin]]()[]
         var operand = Pointer(to=operands).unsafe_bitcast[Pointer[Int, ImmUntrackedOrigin]]()[]
@@ -25,5 +25,4 @@ struct ProgramCall(TrivialRegisterPassable):
             if message != 0:
                 var stopped = self.stopped
                 Pointer(to=stopped).unsafe_bitcast[Pointer[Int, MutUntrackedOrigin]]()[][] = i
-                return message
-        return 0
+                raise Error(taken(message))

@@ -14,11 +14,14 @@ if TYPE_CHECKING:  # MAX takes a third of a second to import: not for `--help`
     from paged_kv.runtime.libraries import Library
 
 
-def kernel_bundles() -> dict[str, Library]:
+def kernel_bundles() -> dict[str, tuple[Library, ...]]:
     """All that a wheel of kernels holds, by the name of the file."""
     from paged_kv.runtime.libraries import api_libraries
 
-    return {library.file: library for library in api_libraries()}
+    bundles: dict[str, tuple[Library, ...]] = {}
+    for library in api_libraries():
+        bundles[library.bundle] = (*bundles.get(library.bundle, ()), library)
+    return bundles
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -27,7 +30,7 @@ def kernel_bundles() -> dict[str, Library]:
 )
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Gets a folder for each target.")
 @click.option("--jobs", type=click.IntRange(1), help="Compiles at a time, 1.5 GB each. Default: one a core.")
-@click.option("--bundles", help="Only these files, with commas: pages_float32_float32, layers_float32, ...")
+@click.option("--bundles", help="Only these files, with commas: attention_float32_float32, layers_float32, ...")
 def build_kernels(targets: str | None, out: Path, jobs: int | None, bundles: str | None) -> None:
     """Compile every library of kernels of the API ahead, for CPUs that need not be here.
 

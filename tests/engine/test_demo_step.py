@@ -27,7 +27,7 @@ def files(tmp_path_factory):
     folder, libraries = tmp_path_factory.mktemp("kernels"), demo_libraries()
     load([library.kernel(library.kinds[0]) for library in libraries])
     (folder / target).mkdir()
-    files = [KernelFile(folder, target, library.file, library) for library in libraries]
+    files = [KernelFile(folder, target, library.file, (library,)) for library in libraries]
     for file in files:
         digests = list(file.digests(Sources.installed()).values())
         (artefact,) = user_libraries().find(digests)

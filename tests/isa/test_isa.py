@@ -49,11 +49,11 @@ def test_the_target_is_in_force(request, monkeypatch, tmp_path):
         assert "1 passed" in output
         return
 
-    def build(library, _, of, **__):
-        raise ToolchainError(f"{library} for {of}")
+    def build(wanted, _, of, **__):
+        raise ToolchainError(f"{wanted[0]} for {of}")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(libraries, "build_library", build)
+    monkeypatch.setattr(libraries, "build_libraries", build)
     with pytest.raises(ToolchainError, match=f"merge .* for {target}"):
         libraries.kernel("merge", "float16")
 

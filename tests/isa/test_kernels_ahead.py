@@ -36,7 +36,7 @@ def kernels(tmp_path_factory):
     """Built where there is no C compiler. One of bfloat16 for a CPU with AMX makes all calls of C that there are."""
     folder = tmp_path_factory.mktemp("kernels")
     wanted = {
-        LOWER: ["merge_float32", "pages_float32_float32", "layers_float32"],
+        LOWER: ["merge_float32", "attention_float32_float32", "layers_float32"],
         FOREIGN: ["merge_float32", "experts_bfloat16_bfloat16"],
     }
     with pytest.MonkeyPatch.context() as patch:

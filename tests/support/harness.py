@@ -161,22 +161,19 @@ def runtime() -> Runtime:
 @cache
 def libraries() -> None:
     """Builds the libraries that tests/api call."""
-    with one_process_at_a_time("libraries"):
-        default_runtime().load(_variants())
+    default_runtime().load(_variants())
 
 
 @cache
 def masked_libraries() -> None:
     """Builds those of masked attention."""
-    with one_process_at_a_time("masked-libraries"):
-        default_runtime().load([Variant("masked_attention", DType[q], DType[kv]) for q, kv in MASKED_PAIRS])
+    default_runtime().load([Variant("masked_attention", DType[q], DType[kv]) for q, kv in MASKED_PAIRS])
 
 
 @cache
 def code_libraries() -> None:
     """Builds those of caches of codes."""
-    with one_process_at_a_time("code-libraries"):
-        default_runtime().load([Variant("attention", DType[q], STORED[kv]) for q, kv in CODE_PAIRS])
+    default_runtime().load([Variant("attention", DType[q], STORED[kv]) for q, kv in CODE_PAIRS])
 
 
 def attention(

@@ -86,7 +86,7 @@ def run_tests(target: str | None, *arguments: str, timeout: int = 3600) -> str:
     """
     paths = [str(TESTS / argument) if argument.endswith(".py") else argument for argument in arguments]
     forced = [f"--cpu-target={target}"] if target else []
-    options = [*forced, "-n0", "-q", "-p", "no:cacheprovider", "--durations=0", "--durations-min=5"]
+    options = [*forced, "--all-kernels", "-n0", "-q", "-p", "no:cacheprovider", "--durations=0", "--durations-min=5"]
     result = background.run([sys.executable, "-m", "pytest", *options, *paths], timeout=timeout, cwd=TESTS.parent)
     output = result.stdout + result.stderr
     last = result.stdout.strip().splitlines()[-1:]

@@ -20,7 +20,7 @@ class Compiles(Exception): ...
 def refuse(*_, **__):
     raise Compiles
 
-artefacts.compile_graphs = libraries.build_library = refuse
+artefacts.compile_graphs = libraries.build_libraries = refuse
 """
 
 DEMO = """

@@ -11,7 +11,6 @@ from paged_kv.runtime.session import default_runtime
 from paged_kv.runtime.variants import Variant
 from support.harness import HOST, NONE, Place
 from support.harness import LATENT_PAIRS as PAIRS
-from support.op_graphs import one_process_at_a_time
 
 REL = {"float32": 1e-5, "bfloat16": 1e-2}
 REL_FLOAT8 = 2e-2
@@ -84,9 +83,8 @@ def build(
 
 
 def load_variants() -> None:
-    """Builds the libraries of latent attention, once for all workers."""
-    with one_process_at_a_time("latent libraries"):
-        default_runtime().load(_variants())
+    """Builds the libraries of latent attention."""
+    default_runtime().load(_variants())
 
 
 def _variants() -> list[Variant]:

@@ -11,7 +11,7 @@ those of operands whose sizes only the registered op compares. A run of one file
 
 import fcntl
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from paged_kv.arrays.host import to_buffer, to_numpy
 from paged_kv.graphs import ops
 from paged_kv.runtime.cache_folder import cache_folder
 from paged_kv.runtime.graph_reading import KernelsInLibraries, graph_building, read_graph
-from paged_kv.runtime.program import Program, kernels_of
+from paged_kv.runtime.program import Program
 from paged_kv.runtime.session import default_runtime
 
 
@@ -86,10 +86,7 @@ def _program(title: str, sizes: tuple[tuple[str, int], ...]) -> Program:
         module = Module()
         definition.build(module, title, kernel_library=KernelsInLibraries())
         graph = read_graph(module, none, dict(sizes))
-    with ExitStack() as locks:
-        for file in sorted({kernel.library.file for kernel in kernels_of(graph)}):
-            locks.enter_context(one_process_at_a_time(file))
-        return Program(graph, {}, none)
+    return Program(graph, {}, none)
 
 
 @cache

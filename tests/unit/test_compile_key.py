@@ -110,7 +110,7 @@ LIBRARIES = [
 @pytest.mark.parametrize("library", LIBRARIES, ids=str)
 def test_a_librarys_key_has_every_file_that_its_program_imports(library):
     imports_of = ci_module("check_mojo_imports").imports_of
-    named = re.findall(r"^from mojo_ops\.([\w.]+)", program_of(library.kinds), flags=re.MULTILINE)
+    named = re.findall(r"^from mojo_ops\.([\w.]+)", program_of([library]), flags=re.MULTILINE)
     waiting, reached = [tuple(each.split(".")) for each in named], set()
     while waiting:
         module = waiting.pop()

@@ -143,7 +143,7 @@ def test_a_compile_that_fails_is_said_and_the_others_are_kept(tmp_path, compiles
 
 def test_sources_that_are_edited_meanwhile_leave_no_file(tmp_path, monkeypatch):
     piece, digests = KernelFile(tmp_path, "", "merge_float32", BUNDLES["merge_float32"]), iter("ab")
-    monkeypatch.setattr(kernel_build, "build_library", lambda _, path, __: path.write_bytes(b"code"))
+    monkeypatch.setattr(kernel_build, "build_libraries", lambda _, path, __: path.write_bytes(b"code"))
     monkeypatch.setattr(kernel_build, "digests_of", lambda *_: {"": next(digests) * 32})
     with pytest.raises(ToolchainError, match="edited while it was compiled"):
         kernel_build.compile_file(piece)

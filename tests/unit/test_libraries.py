@@ -4,7 +4,6 @@ import re
 import stat
 from itertools import product
 from pathlib import Path
-from threading import Barrier
 from types import SimpleNamespace
 
 import pytest
@@ -35,17 +34,17 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def compiler(monkeypatch):
     """The arguments that it was given, and how it ends."""
-    seen = SimpleNamespace(given=[], programs=[], linked=[], errors="")
+    seen = SimpleNamespace(given=[], programs=[], errors="")
 
     def build(arguments, *_, **__):
         seen.given.append(arguments)
         if not seen.errors:
-            Path(arguments[-1]).write_text(" ".join(option for option in arguments if "=" in option))
-            seen.programs.append(Path(arguments[-3]).read_text())
+            program = Path(arguments[-3]).read_text()
+            Path(arguments[-1]).write_text(" ".join(exports(program)))
+            seen.programs.append(program)
         return SimpleNamespace(returncode=int(bool(seen.errors)), stderr=seen.errors)
 
     def link(command, **_):
-        seen.linked.append(command)
         source, target = command[command.index("-shared") + 2], command[command.index("-o") + 1]
         Path(target).write_text(Path(source).read_text())
         return SimpleNamespace(returncode=0, stderr="")
@@ -53,6 +52,10 @@ def compiler(monkeypatch):
     monkeypatch.setattr(module, "_run_mojo", build)
     monkeypatch.setattr(module.subprocess, "run", link)
     return seen
+
+
+def exports(program):
+    return re.findall(r'@export\("paged_kv_(\w+)"', program)
 
 
 def attend():
@@ -98,12 +101,11 @@ def test_a_name_tells_the_kernel():
 
 def test_kernels_of_a_cache_are_built_together_and_once(compiler, folder, monkeypatch):
     found = attend()
-    assert "-DA=bfloat16 -DB=int8" in found
     assert again(monkeypatch) == found
     assert module.kernel("append", "bfloat16", "int8").endswith(found.partition(" of ")[2])
     assert len(compiler.given) == 1
-    assert re.findall(r'@export\("paged_kv_(\w+)"', compiler.programs[0])[2:] == ["attention", "append", "gather"]
-    assert "--defsym=paged_kv_append_bfloat16_int8=paged_kv_append" in compiler.linked[0]
+    kernels = ["attention_bfloat16_int8_bfloat16", "append_bfloat16_int8", "gather_bfloat16_int8"]
+    assert exports(compiler.programs[0]) == ["team_start", "team_run", *kernels]
     assert "linear" in module.kernel("linear", "float32", "float32")
     assert len(compiler.given) == 2
     assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE((folder / "loaded").stat().st_mode) == 0o700
@@ -158,7 +160,7 @@ def test_a_folder_that_cannot_be_written(folder, monkeypatch):
             path.chmod(0o500)
         assert again(monkeypatch) == found
         with pytest.warns(RuntimeWarning, match="Permission denied.*each start builds them"):
-            assert "A=float32" in module.kernel("linear", "float32", "float32")
+            assert "linear_float32_float32" in module.kernel("linear", "float32", "float32")
 
 
 def test_a_build_that_loses_a_file_is_tried_again(compiler, folder, monkeypatch):
@@ -188,10 +190,10 @@ def test_sources_that_do_not_compile_are_an_error_each_time(compiler):
             attend()
 
 
-@pytest.mark.usefixtures("compiler")
-def test_a_source_that_is_edited_meanwhile_is_an_error(monkeypatch):
-    digests = iter("aab")
-    monkeypatch.setattr(module, "digests_of", lambda *_: {"": next(digests) * 32})
+def test_a_source_that_is_edited_meanwhile_is_an_error(compiler, monkeypatch):
+    monkeypatch.setattr(
+        module, "digests_of", lambda keys, *_: dict.fromkeys(keys, ("b" if compiler.given else "a") * 32)
+    )
     with pytest.raises(ToolchainError, match="edited while it was compiled"):
         attend()
 
@@ -204,16 +206,16 @@ def test_what_a_kernel_says_is_raised(monkeypatch):
     assert freed == [module.ctypes.addressof(said)]
 
 
-def test_several_are_built_at_a_time(compiler, monkeypatch):
-    meeting = Barrier(2, timeout=60)
-    build = module._run_mojo
-
-    def meet(*given, **rest):
-        meeting.wait(60)
-        return build(*given, **rest)
-
-    monkeypatch.setattr(module, "_run_mojo", meet)
-    monkeypatch.setattr(module, "compiles_at_a_time", lambda: 2)
-    module.load([Kernel("merge", ("float32",)), Kernel("merge", ("bfloat16",)), Kernel("merge", ("float32",))])
-    assert len(compiler.given) == 2
-    assert {kernel.dtypes for _, kernel in module._FUNCTIONS} == {("float32",), ("bfloat16",)}
+def test_what_is_missing_is_built_together(compiler, folder, monkeypatch):
+    """Also two dtypes of one kernel; a file serves each of its libraries, and they are loaded from one file."""
+    merge = [Kernel("merge", (dtype,)) for dtype in ("float32", "bfloat16", "float16")]
+    module.load(merge[:1])
+    module.load([*merge, merge[1]])
+    assert [exports(program)[2:] for program in compiler.programs] == [
+        ["merge_float32"],
+        ["merge_bfloat16", "merge_float16"],
+    ]
+    assert len([*(folder / "loaded").glob("*.so")]) == 2
+    monkeypatch.setattr(module, "_FUNCTIONS", {})
+    module.load(merge[2:])
+    assert len(compiler.given) == len([*(folder / "loaded").glob("*.so")]) == 2

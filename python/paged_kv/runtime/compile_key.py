@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from max.driver import get_virtual_cpu_target
 
@@ -41,6 +41,9 @@ OF_SOME_LIBRARIES["recurrent"] = frozenset({"recurrent"})
 """Folders of Mojo that only libraries have whose programs name one of these folders; the ops, which lie beside the
 folders, are in none.
 """
+
+
+Named = TypeVar("Named")
 
 
 class Key(Protocol):
@@ -146,8 +149,8 @@ def toolchain(target: str | None = None) -> str:
     return f"max {version('max')} mojo {version('mojo')} for {target}"
 
 
-def digests_of(keys: Mapping[str, Key], sources: Sources, target: str | None = None) -> dict[str, str]:
-    """The name of each graph's artefact, for a CPU target (None: the one in force)."""
+def digests_of(keys: Mapping[Named, Key], sources: Sources, target: str | None = None) -> dict[Named, str]:
+    """The name of each key's artefact, for a CPU target (None: the one in force)."""
     tools = toolchain(target)
     return {name: key.digest(sources, tools) for name, key in keys.items()}
 

@@ -1,6 +1,6 @@
 """Compiling libraries of kernels ahead, for CPUs that need not be here: what `python -m paged_kv.build_kernels` does.
 
-A process compiles for one target, so each library of each target gets a process of its own. One that lies there whole,
+A process compiles for one target, so each file of each target gets a process of its own. One that lies there whole,
 under today's digest, is not compiled again.
 """
 
@@ -23,7 +23,7 @@ from paged_kv.errors import ContractError, ToolchainError
 from paged_kv.runtime.compile_key import Key, Sources, digests_of
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
 from paged_kv.runtime.installed import INDEX, LIBRARY, Index, read_compressed
-from paged_kv.runtime.libraries import Library, build_library
+from paged_kv.runtime.libraries import Library, build_libraries
 from paged_kv.runtime.store import seal
 from paged_kv.runtime.threads import compiles_at_a_time
 from paged_kv.versions import PINNED, VERSION
@@ -37,13 +37,12 @@ _SECONDS = 1800
 
 @dataclass(frozen=True)
 class KernelFile:
-    """One file: a library for a target."""
+    """One file: libraries for a target."""
 
     folder: Path
     target: str
     name: str
-    """The library's name."""
-    bundle: Library
+    bundle: tuple[Library, ...]
 
     @property
     def path(self) -> Path:
@@ -51,11 +50,11 @@ class KernelFile:
 
     @property
     def keys(self) -> Mapping[str, Key]:
-        """The key of the library, by its name."""
-        return {self.name: self.bundle.key()}
+        """The key of each library, by its name."""
+        return {library.file: library.key() for library in self.bundle}
 
     def digests(self, sources: Sources) -> dict[str, str]:
-        """Return its digest, by its name."""
+        """Return the digest of each library, by its name."""
         return digests_of(self.keys, sources, self.target)
 
     def is_whole(self, sources: Sources) -> bool:
@@ -67,7 +66,7 @@ class KernelFile:
 
 
 def build(
-    bundles: Mapping[str, Library],
+    bundles: Mapping[str, tuple[Library, ...]],
     folder: Path,
     targets: Sequence[str] = TARGETS,
     *,
@@ -162,7 +161,7 @@ def compile_file(file: KernelFile) -> None:
     digests = file.digests(Sources.installed())
     with tempfile.TemporaryDirectory(dir=file.path.parent, prefix=".") as unfinished:
         plain, whole = Path(unfinished, "plain"), Path(unfinished, "whole")
-        build_library(file.bundle, plain, file.target)
+        build_libraries(file.bundle, plain, file.target)
         content = plain.read_bytes()
         if file.digests(Sources.installed()) != digests:
             raise ToolchainError("a source was edited while it was compiled")

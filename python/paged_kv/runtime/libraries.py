@@ -1,10 +1,10 @@
 """The CPU's kernels in shared libraries: compiled once for a CPU, called from Python, and by the graphs of MAX.
 
-A library holds the kernels of one set of dtypes (`Library`). It is built from the Mojo sources in some 10 s, by the
-compiler and the linker that MAX brings, and kept in the cache folder under the rules of compiled graphs (`store.py`,
-`compile_key.py`). Loaded, each of its functions is known in the process by its kernel's name (`Kernel.name`): there an
-op of a graph finds it (`mojo_ops/isa/library_call.mojo`). The caller of a function says which threads it may use
-(`team.py`).
+A library holds the kernels of one set of dtypes (`Library`). It is built from the Mojo sources by the compiler and the
+linker that MAX brings, and kept in the cache folder under the rules of compiled graphs (`store.py`, `compile_key.py`).
+Some 10 s of a build go to what every program has; so those that are missing are built in one file together. Loaded,
+each of its functions is known in the process by its kernel's name (`Kernel.name`): there an op of a graph finds it
+(`mojo_ops/isa/library_call.mojo`). The caller of a function says which threads it may use (`team.py`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import files
@@ -41,7 +40,6 @@ from paged_kv.runtime.cpu_target import CpuInfo, apply_cpu_target, check_cpu_run
 from paged_kv.runtime.kernel_library import is_packed, kernel_library
 from paged_kv.runtime.places import origin, places
 from paged_kv.runtime.store import Artefact, Store
-from paged_kv.runtime.threads import compiles_at_a_time
 
 Function = Callable[[bytes], None]
 """A kernel: it takes the bytes of its struct (`mojo_ops/*/call.mojo`)."""
@@ -51,6 +49,7 @@ COPIED = {1: "uint8", 2: "bfloat16", 4: "float32"}
 """The dtype in whose name elements of so many bytes are copied."""
 _SECONDS = 900
 """After which a build has hung: one takes 10 s on an idle core."""
+_ATTENTION = {"attention", "attention_rotated", "masked_attention", "masked_attention_rotated", "latent"}
 _WITH_PAGES = ("attention", "append", "move_tokens", "gather", "linear")
 _QUANTISED = ("quantised_linear", "quantised_experts", "quantised_rows")
 """The products by weights in blocks of some encodings, and what unpacks their rows."""
@@ -124,6 +123,10 @@ class Library:
         counts |= dict.fromkeys((*_QUANTISED, *_RECURRENT, *_LAYERS, *_RECURRENT_LAYERS), 1)
         return Kernel(kind, self.dtypes[: counts.get(kind, 3)], self.mask)
 
+    def kernels(self) -> list[Kernel]:
+        """All of them."""
+        return [self.kernel(kind) for kind in self.kinds]
+
     @property
     def file(self) -> str:
         """Its name as a file."""
@@ -137,6 +140,11 @@ class Library:
             return "_".join(("pages", *self.dtypes[:2]))
         return self.kernel(self.kinds[0]).name.removeprefix("paged_kv_")
 
+    @property
+    def bundle(self) -> str:
+        """The name of a wheel's file that it lies in: with all others that attend to a cache of these dtypes."""
+        return self.file if _ATTENTION.isdisjoint(self.kinds) else "_".join(("attention", *self.dtypes[:2]))
+
     def __str__(self) -> str:
         """For people."""
         dtypes = " over ".join(dict.fromkeys(self.dtypes[:2]))
@@ -144,7 +152,7 @@ class Library:
 
     def key(self) -> LibraryKey:
         """Return what it depends on."""
-        folders = frozenset(re.findall(r"^from mojo_ops\.(\w+)", program_of(self.kinds), flags=re.MULTILINE))
+        folders = frozenset(re.findall(r"^from mojo_ops\.(\w+)", program_of([self]), flags=re.MULTILINE))
         return LibraryKey(f"library {self.kinds} {self.dtypes} {self.mask}", PROGRAM, folders)
 
 
@@ -153,7 +161,7 @@ def built_encodings(dtype: str, mask: int) -> int:
     them where that library lies on this machine, or came along, for it takes two minutes to build.
     """
     library = Kernel(_QUANTISED[0], (dtype,), ALL_ENCODINGS).library
-    return mask if _found({"": library.key()}, exact=False) is None else ALL_ENCODINGS
+    return ALL_ENCODINGS if _there([library]) else mask
 
 
 def kernel_of(name: str) -> Kernel:
@@ -187,24 +195,13 @@ def api_libraries() -> list[Library]:
     for q, kv in pairs:
         wanted += [Kernel(kind, (q, kv, q)) for kind in ("attention", "masked_attention")]
         if kv not in FORMATS:
-            kinds = ("attention_rotated", "masked_attention_rotated", "latent")
-            wanted += [Kernel(kind, (q, kv, q)) for kind in kinds]
+            wanted += [Kernel(kind, (q, kv, q)) for kind in ("attention_rotated", "masked_attention_rotated", "latent")]
     return list(dict.fromkeys(kernel.library for kernel in wanted))
 
 
 KINDS = (
-    *("attention", "attention_rotated", "masked_attention", "masked_attention_rotated", "latent", "merge"),
-    *(
-        "append",
-        "move_tokens",
-        "gather",
-        "linear",
-        "experts",
-        *_QUANTISED,
-        *_RECURRENT,
-        *_LAYERS,
-        *_RECURRENT_LAYERS,
-    ),
+    *(*_ATTENTION, "merge", "append", "move_tokens", "gather", "linear", "experts"),
+    *(*_QUANTISED, *_RECURRENT, *_LAYERS, *_RECURRENT_LAYERS),
 )
 
 
@@ -226,7 +223,7 @@ def kernel(kind: str, *dtypes: str, mask: int = 0, sources: Path | None = None) 
 
 
 def load(kernels: Iterable[Kernel], *, exact: bool = False) -> None:
-    """Loads the libraries of some kernels, or builds them, several at a time.
+    """Loads the libraries of some kernels; builds those that are missing, together.
 
     Args:
         kernels: Those that are wanted.
@@ -236,9 +233,7 @@ def load(kernels: Iterable[Kernel], *, exact: bool = False) -> None:
         ToolchainError: as `kernel`.
     """
     wanted = list(kernels)
-    libraries = list(dict.fromkeys(each.library for each in wanted))
-    with ThreadPoolExecutor(compiles_at_a_time()) as pool:
-        paths = dict(zip(libraries, pool.map(partial(_path, exact=exact), libraries), strict=True))
+    paths = _paths(list(dict.fromkeys(each.library for each in wanted)), exact=exact)
     for each in wanted:
         _loaded(each, None, paths[each.library])
 
@@ -267,21 +262,15 @@ _FREE = ctypes.CDLL(None).free
 _FREE.argtypes, _FREE.restype = [ctypes.c_void_p], None
 
 
-def _path(library: Library, *, exact: bool = False) -> Path:
-    build = partial(build_library, library, by_itself=not _STATE.has_built)
-    return _file(library.key(), f"a library of kernels, {library}", build, exact=exact)
-
-
 def _loaded(wanted: Kernel, sources: Path | None, path: Path | None = None) -> Function:
     with _STATE.loading:
         if (sources, wanted) not in _FUNCTIONS:
             library = wanted.library
-            path = path or (_path(library) if sources is None else _built_from(sources, library))
+            path = path or (_paths([library])[library] if sources is None else _built_from(sources, library))
             # An op of a graph, and the team of threads, look for functions among the names that all of the process
             # sees.
             loaded = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-            for kind in library.kinds:
-                each = library.kernel(kind)
+            for each in library.kernels():
                 _FUNCTIONS[sources, each] = _function(loaded, each.name)
     return _FUNCTIONS[sources, wanted]
 
@@ -289,7 +278,7 @@ def _loaded(wanted: Kernel, sources: Path | None, path: Path | None = None) -> F
 def _built_from(sources: Path, library: Library) -> Path:
     """Builds a library from other sources than the package's, for this process alone."""
     path = Path(tempfile.mkdtemp(dir=_own_folder()), "library.so")
-    build_library(library, path, apply_cpu_target(), package=sources)
+    build_libraries([library], path, apply_cpu_target(), package=sources)
     return path
 
 
@@ -313,37 +302,47 @@ def refusal(message: int) -> str:
         _FREE(message)
 
 
-def _file(key: LibraryKey, what: str, build: Callable[[Path, str | None], None], *, exact: bool = False) -> Path:
-    """The library of a key: what came along or was kept, or built; where it cannot be kept, for this process alone.
+def _paths(wanted: Sequence[Library], *, exact: bool = False) -> dict[Library, Path]:
+    """The files of libraries: what came along or was kept, or is built; for this process alone where it cannot be kept.
 
     Raises:
         ToolchainError: as `kernel`.
     """
-    target = apply_cpu_target()
-    keys = {"": key}
-    (digest,) = digests_of(keys, Sources.installed()).values()
-    store = user_libraries()
+    check_cpu_runs(get_virtual_cpu_target(), CpuInfo.read())
+    loadable = {library: _unsealed(artefact) for library, (artefact, _) in _there(wanted, exact=exact).items()}
+    paths = {library: path for library, path in loadable.items() if path}
+    missing = [library for library in wanted if library not in paths]
+    return paths | _built(missing) if missing else paths
+
+
+def _built(missing: Sequence[Library]) -> dict[Library, Path]:
+    target, store, by_itself = apply_cpu_target(), user_libraries(), not _STATE.has_built
+    keys = {library: library.key() for library in missing}
+    digests = digests_of(keys, Sources.installed())
 
     def make(path: Path) -> None:
-        announce(f"paged-kv: building {what}: about 10 s, once on this machine")
-        build(path, target)
-        if list(digests_of(keys, Sources.installed()).values()) != [digest]:
+        what = "; ".join(map(str, missing))
+        announce(f"paged-kv: building kernels for {what}: 10 s and more, once on this machine")
+        build_libraries(missing, path, target, by_itself=by_itself)
+        if digests_of(keys, Sources.installed()) != digests:
             raise ToolchainError("a source was edited while it was compiled: try again")
 
-    reason = None
-    found = _found(keys, exact)
-    if found is None:
-        # Again where it failed: CI lost a file once while other compilers ran, for no reason that was found.
-        reason = store.keep([digest], make) and store.keep([digest], make)
-        found = next(iter(store.find([digest])), None)
-    # The loader reads no file with a seal.
-    path = Store(store.path / "loaded").plain(found, f"{min(found.digests)}.so") if found else None
-    if path is None:
+    names = list(digests.values())
+    # Again where it failed: CI lost a file once while other compilers ran, for no reason that was found.
+    reason = store.keep(names, make) and store.keep(names, make)
+    kept = {digest: path for each in store.find(names) if (path := _unsealed(each)) for digest in each.digests}
+    if len(kept) < len(names):
         reason = reason or f"{store.path} cannot be written"
-        warnings.warn(f"libraries of kernels are not kept ({reason}): each start builds them", RuntimeWarning, 4)
-        path = Path(_own_folder(), f"{digest}.so")
+        warnings.warn(f"libraries of kernels are not kept ({reason}): each start builds them", RuntimeWarning, 5)
+        path = Path(_own_folder(), f"{min(names)}.so")
         make(path)
-    return path
+        kept = dict.fromkeys(names, path)
+    return {library: kept[digest] for library, digest in digests.items()}
+
+
+def _unsealed(found: Artefact) -> Path | None:
+    """The file that the loader reads, which reads none with a seal."""
+    return Store(user_libraries().path / "loaded").plain(found, f"{min(found.names)}.so")
 
 
 def user_libraries() -> Store:
@@ -351,31 +350,27 @@ def user_libraries() -> Store:
     return Store(cache_path() / "libraries", "{}.library")
 
 
-def _found(keys: Mapping[str, LibraryKey], exact: bool) -> Artefact | None:
-    """The best library of a key that is there."""
+def _there(wanted: Iterable[Library], *, exact: bool = False) -> dict[Library, tuple[Artefact, str]]:
+    """The best file of each library that is there, and where that lies, in words."""
     cpu, sources = CpuInfo.read(), Sources.installed()
-    check_cpu_runs(get_virtual_cpu_target(), cpu)
+    keys = {library: library.key() for library in wanted}
+    there: dict[Library, tuple[Artefact, str]] = {}
     for target, place in places(cpu, user_libraries, exact=exact):
-        found = place.find(digests_of(keys, sources, target).values())
-        if found:
-            return found[0]
-    return None
+        digests = digests_of(keys, sources, target)
+        found = {digest: each for each in place.find(digests.values()) for digest in each.digests}
+        for library in [library for library, digest in digests.items() if digest in found]:
+            there[library] = found[digests[library]], origin(place, target)
+            del keys[library]
+        if not keys:
+            break
+    return there
 
 
 def where_libraries_lie(libraries: Iterable[Library]) -> dict[str, str]:
     """Return where each library would be taken from, in words, by its file's name; those that would be built are left
     out.
     """
-    cpu, sources = CpuInfo.read(), Sources.installed()
-    wanted = {library.file: library.key() for library in libraries}
-    lie: dict[str, str] = {}
-    for target, place in places(cpu, user_libraries):
-        digests = digests_of(wanted, sources, target)
-        present = {digest for artefact in place.find(digests.values()) for digest in artefact.digests}
-        for name in [name for name, digest in digests.items() if digest in present]:
-            lie[name] = origin(place, target)
-            del wanted[name]
-    return lie
+    return {library.file: where for library, (_, where) in _there(libraries).items()}
 
 
 _OWN: list[tempfile.TemporaryDirectory[str]] = []
@@ -388,50 +383,58 @@ def _own_folder() -> str:
     return _OWN[0].name
 
 
-def build_library(
-    library: Library, path: Path, target: str | None, *, by_itself: bool = False, package: Path | None = None
+def build_libraries(
+    libraries: Sequence[Library],
+    path: Path,
+    target: str | None,
+    *,
+    by_itself: bool = False,
+    package: Path | None = None,
 ) -> None:
-    """Builds a library for a CPU target, or for this CPU.
+    """Builds libraries, in one file, for a CPU target or for this CPU.
 
     Args:
-        library: Its kernels.
+        libraries: They have all of their kernels in it.
         path: The file to be written.
         target: LLVM's name of the CPU; None for this one.
-        by_itself: Whether no other library is expected. The sources of the package are packed once for all libraries,
-            which takes longer than what one library gains by it.
+        by_itself: Whether no other build is expected. The sources of the package are packed once for all builds,
+            which takes longer than what one of them gains by it.
         package: The folder of the Mojo sources; the package's where None.
 
     Raises:
         OSError: a file cannot be written.
         ToolchainError: the sources do not compile.
     """
-    a, b, c = library.dtypes
-    defined = ["PAGED_KV_LIBRARY", f"A={a}", f"B={b}", f"C={c}", f"MASK={library.mask}"]
     package = package or kernels()
     _STATE.has_built = True
     if not by_itself or is_packed(package):
         with _STATE.packing:  # once, where several are built
             package = kernel_library(package)
-    options = ["-I", str(package.parent), *(f"-D{each}" for each in defined)]
-    names = {library.kernel(kind).name: f"paged_kv_{kind}" for kind in library.kinds}
-    _build(program_of(library.kinds), options, names, path, target)
+    _build(program_of(libraries), ["-I", str(package.parent), "-DPAGED_KV_LIBRARY"], path, target)
 
 
-def program_of(kinds: Iterable[str]) -> str:
-    """The part of `library.mojo` that has these kernels."""
-    head, kernels_of = _parts_of_program()
-    return "".join([head, *(kernels_of[kind] for kind in kinds)])
+def program_of(libraries: Iterable[Library]) -> str:
+    """The program that exports all kernels of some libraries, each once: its parts of `library.mojo`."""
+    head, export, kernels_of = _parts_of_program()
+    wanted = list(dict.fromkeys(kernel for library in libraries for kernel in library.kernels()))
+    parts = [kernels_of[kind] for kind in dict.fromkeys(kernel.kind for kernel in wanted)]
+    for kernel in wanted:
+        parameters = [f"DType.{dtype}" for dtype in kernel.dtypes] + [str(kernel.mask)] * (kernel.kind in _QUANTISED)
+        called = f"{kernel.kind}[{', '.join(parameters)}]"
+        parts.append(export.replace("NAME", kernel.name).replace("KERNEL", called))
+    return "".join([head, *parts])
 
 
 @cache
-def _parts_of_program() -> tuple[str, dict[str, str]]:
+def _parts_of_program() -> tuple[str, str, dict[str, str]]:
     text = (resources("paged_kv.runtime") / PROGRAM).read_text()
-    head, *parts = re.split(r"^# Kernel (\w+)\n", text, flags=re.MULTILINE)
-    return head, dict(zip(parts[::2], parts[1::2], strict=True))
+    head, *parts = re.split(r"^# (Export|Kernel \w+)\n", text, flags=re.MULTILINE)
+    sections = {title.removeprefix("Kernel "): body for title, body in zip(parts[::2], parts[1::2], strict=True)}
+    return head, sections.pop("Export"), sections
 
 
-def _build(program: str, options: list[str], names: dict[str, str], path: Path, target: str | None) -> None:
-    """Compiles the text of a program to a library, whose functions get further names.
+def _build(program: str, options: list[str], path: Path, target: str | None) -> None:
+    """Compiles the text of a program to a library.
 
     Raises:
         OSError: a file cannot be written.
@@ -444,7 +447,6 @@ def _build(program: str, options: list[str], names: dict[str, str], path: Path, 
     _run(partial(_run_mojo, [*command, str(source), "-o", str(compiled)], linker))
     needed = _brought("libKGENCompilerRTShared.so", "lib")
     command = [str(linker), "-flavor", "gnu", "-shared", "--strip-all", str(compiled), str(needed), "-o", str(path)]
-    command += [f"--defsym={name}={function}" for name, function in names.items()]
     _run(partial(subprocess.run, command))
     source.unlink()
     compiled.unlink()

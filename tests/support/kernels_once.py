@@ -1,0 +1,42 @@
+"""Libraries of kernels in a test run: the first of several workers that needs one builds it, the others then find it.
+
+A run of all tests builds with it all others of its dtype, since a program of many libraries takes little longer than
+that of one.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from paged_kv.runtime import libraries, program_ops
+from paged_kv.runtime.libraries import ALL_ENCODINGS, Library
+from support.op_graphs import one_process_at_a_time
+
+
+def install(*, of_all_tests: bool) -> None:
+    """Changes where this process gets its libraries, for as long as it lives."""
+    get_paths = libraries._paths
+
+    def paths(wanted: Sequence[Library], *, exact: bool = False) -> dict[Library, Path]:
+        if len(libraries._there(wanted, exact=exact)) < len(wanted):
+            with one_process_at_a_time("libraries"):
+                get_paths(with_others(wanted) if of_all_tests else wanted, exact=exact)
+        return get_paths(wanted, exact=exact)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(libraries, "_paths", paths)
+    # Of quantised weights one library for all tests, where a user's machine builds one for those of each file.
+    patch.setattr(program_ops, "built_encodings", lambda *_: ALL_ENCODINGS)
+
+
+def with_others(wanted: Sequence[Library]) -> list[Library]:
+    """Some libraries, and those of the same dtype that tests need; that of quantised weights, the longest, is apart."""
+    dtypes = {library.dtypes[0] for library in wanted if not is_quantised(library)}
+    others = [each for each in libraries.api_libraries() if each.dtypes[0] in dtypes and not is_quantised(each)]
+    return list(dict.fromkeys([*wanted, *others]))
+
+
+def is_quantised(library: Library) -> bool:
+    """Return whether it multiplies by weights in blocks."""
+    return library.mask != 0
