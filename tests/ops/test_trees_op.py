@@ -47,7 +47,7 @@ MOVES = [TensorType(I32, [size], CPU) for size in "abc"]  # of three names, so t
 TABLE = TensorType(U32, ["B", "columns"], CPU)
 for (rank, layout), shape in BLOCKS.items():
     blocks = [BufferType(DType.uint16, shape, CPU)] * (2 if rank == 4 else 1)
-    op_graphs.add(f"move_{layout}{rank}", partial(move_in, layout=layout), *MOVES, TABLE, *blocks, by_max=rank < 6)
+    op_graphs.add(f"move_{layout}{rank}", partial(move_in, layout=layout), *MOVES, TABLE, *blocks, by_max=rank == 4)
 codes = BufferType(DType.uint8, BLOCKS[6, "NHD"], CPU)
 op_graphs.add("move_codes", partial(move_in, layout="NHD", kv_format="int4"), *MOVES, TABLE, codes)
 views = [*(BufferType(DType.uint16, [size], CPU) for size in "kv"), TensorType(DType.int64, [12], CPU)]

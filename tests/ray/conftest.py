@@ -4,7 +4,8 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import ray
@@ -77,9 +78,26 @@ def _raylets() -> Cluster:
     raise AssertionError
 
 
+@pytest.fixture(scope="session")
+def shared(cluster: Cluster) -> Callable[..., App]:
+    """`shared(replicas=2)` is an application that tests use one after the other: the one that the last of them left, if
+    its arguments are the same. It takes half a minute to start where the CPUs have other work.
+    """
+    left: list[tuple[dict[str, Any], App]] = []
+
+    def application(**arguments: Any) -> App:
+        if "app" not in serve.status().applications or left[-1][0] != arguments:
+            serve.delete("app")
+            left.append((arguments, App(cluster.port, **arguments)))
+        return left[-1][1]
+
+    return application
+
+
 @pytest.fixture
 def start(cluster: Cluster) -> Iterator[type[App]]:
     """`start(replicas=2)` runs the application of the demo's model; it ends with the test."""
+    serve.delete("app")
     yield lambda **arguments: App(cluster.port, **arguments)
     serve.delete("app")
 

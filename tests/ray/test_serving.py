@@ -33,8 +33,8 @@ TEMPLATE = (
 PROMPTS = [f"And the king {number} sent messengers unto" for number in range(64)]
 
 
-def test_64_streams_of_openais_client_have_the_engines_texts(start, engine):
-    app = start(replicas=2)
+def test_64_streams_of_openais_client_have_the_engines_texts(shared, engine):
+    app = shared(replicas=2)
     expected = right_texts(engine, PROMPTS, Sampling(40, ignore_end=True))
 
     async def ask(client: openai.AsyncOpenAI, prompt: str) -> str:
@@ -53,6 +53,124 @@ def test_64_streams_of_openais_client_have_the_engines_texts(start, engine):
     assert all(state["decode_tokens"] > 0 for state in states.values())
     first, second = (set(state["cpus"]) for state in states.values())
     assert (len(first), len(second), first & second) == (1, 1, set())
+
+
+def test_health_is_that_of_the_replica_that_is_left(shared):
+    app = shared(replicas=2)
+    killed, left = app.status()
+    os.kill(killed, signal.SIGKILL)
+    asked = []
+    with ThreadPoolExecutor(1) as threads:
+        back = threads.submit(app.status)
+        while not back.done():
+            asked.append(httpx.get(app.url + "/health", timeout=60).status_code)
+    assert (set(asked), len(asked) > 3) == ({200}, True)
+    assert len(back.result(60).keys() - {killed, left}) == 1
+
+
+def test_replicas_that_are_killed_change_no_text_and_come_back(shared, engine, kills):
+    """Each client gets its text or an error; none waits for ever; each replica is soon back, and serves."""
+    app = shared(replicas=2)
+    prompts = PROMPTS[:24]
+    greedy = right_texts(engine, prompts, Sampling(64, ignore_end=True))
+    drawn = right_texts(engine, prompts, Sampling(64, 0.9, seed=7, ignore_end=True))
+    killer = Killer(app, kills, seed=3, most_seconds=2.0)
+    killer.start()
+    ended = {"whole": 0, "error": 0}
+    slowest, end = 0.0, time.monotonic() + SECONDS + 60 * kills
+    while killer.is_alive() and time.monotonic() < end:
+        for expected, options in ((greedy, {}), (drawn, {"temperature": 0.9, "seed": 7})):
+            for reply, text in zip(app.ask_all(prompts, 12, max_tokens=64, **options), expected, strict=True):
+                assert reply.whole != (reply.error is not None), reply
+                assert (reply.text == text) if reply.whole else text.startswith(reply.text), (reply, text)
+                ended["whole" if reply.whole else "error"] += 1
+                slowest = max(slowest, reply.seconds)
+    killer.stop.set()
+    killer.join(SECONDS)
+    assert killer.error is None, killer.error
+    assert len(killer.back) == kills
+    print(f"{kills} kills: {ended}, the slowest took {slowest:.1f} s")
+    print(f"started in {app.start_seconds:.1f} s, back after {sorted(round(took, 1) for took in killer.back)} s")
+    assert max(killer.back) < 3 * app.start_seconds + 10  # beside the load, which has the CPUs too
+    assert ended["whole"] > ended["error"]
+    assert len(app.idle()) == 2
+    assert [reply.text for reply in app.ask_all(prompts, 24, max_tokens=64)] == greedy
+    assert [state["used_pages"] for state in app.idle().values()] == [0, 0]
+
+
+def test_the_pool_of_a_replica_is_that_of_one_process(shared):
+    pool = shared(replicas=1).url.removesuffix("/v1") + "/pool"
+    with served() as here:
+        told, alone = httpx.get(pool, timeout=60).json(), here.http.get("/pool").json()
+    assert (told.keys(), told["pages"], told["used"]) == (alone.keys(), 512, 0)
+
+
+def test_a_client_that_leaves_gives_its_pages_back(shared):
+    app = shared(replicas=1)
+    # Of 16 samples two have pages at a time, so these are half a minute's work or more.
+    body = {"prompt": "In", "max_tokens": 4000, "n": 16, "temperature": 0, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", app.url + "/completions", json=body, timeout=SECONDS) as first:
+        next(first.iter_lines())
+    (state,) = app.idle().values()
+    assert state["used_pages"] == 0
+    assert state["decode_tokens"] < 16 * 3900
+
+
+def test_a_stream_is_drained_when_the_application_ends(shared, engine):
+    app = shared(replicas=1)
+    tokens = 1500
+    (expected,) = right_texts(engine, PROMPTS[:1], Sampling(tokens, ignore_end=True))
+    with ThreadPoolExecutor(2) as threads:
+        asked = threads.submit(app.ask, PROMPTS[0], max_tokens=tokens)
+        while not any(state["running"] for state in app.status().values()):
+            assert not asked.done()
+        ending = threads.submit(serve.delete, "app")
+        while serve.status().applications["app"].status != "DELETING":
+            assert not ending.done()
+        assert not asked.done()
+        reply = asked.result(SECONDS)
+        ending.result(SECONDS)
+    assert (reply.whole, reply.text) == (True, expected)
+
+
+def test_prefixes_raise_the_hit_rate_by_what_the_simulation_says(shared):
+    found = {}
+    for router in ("prefix", "round_robin"):
+        app = shared(replicas=2, router=router, num_pages=400)
+        rounds = Conversations(20, 4, seed=1).rounds()
+        prompts = 0
+        for prompts_of_round in rounds:
+            replies = app.ask_all(prompts_of_round, 4, max_tokens=1)
+            assert [reply for reply in replies if not reply.whole] == []
+            prompts += sum(map(len, prompts_of_round))
+        found[router] = sum(state["found_tokens"] for state in app.idle().values()) / prompts
+    said = {
+        router: simulate(Conversations(20, 4, seed=1), router, replicas=2, pages=400, at_once=4).hit_rate
+        for router in found
+    }
+    print(f"found {found}, simulated {said}")
+    assert found["prefix"] > found["round_robin"]
+    assert abs((found["prefix"] - found["round_robin"]) - (said["prefix"] - said["round_robin"])) < 0.1
+
+
+def test_the_pool_is_that_of_all_replicas(shared):
+    """The metrics of two together, and each request by its replica."""
+    app = shared(replicas=2, router="round_robin", num_pages=400)
+    pool = app.url.removesuffix("/v1") + "/pool"
+    body = {"prompt": "In", "max_tokens": 4000, "n": 16, "temperature": 0, "stream": True, "ignore_eos": True}
+    with (
+        httpx.stream("POST", app.url + "/completions", json=body, timeout=SECONDS) as first,
+        httpx.stream("POST", app.url + "/completions", json=body, timeout=SECONDS) as second,
+    ):
+        lines = [first.iter_lines(), second.iter_lines()]  # a stream is closed with what reads it
+        assert [next(each)[:5] for each in lines] == ["data:"] * 2
+        told = httpx.get(pool, timeout=60).json()
+    assert (told["pages"], len(told["owners"])) == (800, 800)
+    assert [(each["pages"], each["running"] > 0) for each in told["replicas"]] == [(400, True)] * 2
+    names = [each["name"] for each in told["replicas"]]
+    assert {request["name"].rpartition("/")[0] for request in told["requests"]} == set(names)
+    assert sum(each["used"] for each in told["replicas"]) == told["used"] > 0
+    assert {state["used_pages"] for state in app.idle().values()} == {0}
 
 
 def test_a_request_is_answered_as_in_one_process(start, tmp_path):
@@ -88,42 +206,13 @@ def test_a_request_is_answered_as_in_one_process(start, tmp_path):
     assert httpx.post(app.url + "/completions", json=prompts, headers={"Host": "evil"}, timeout=60).status_code == 403
 
 
-def test_the_pool_is_that_of_all_replicas(start):
-    """The metrics of one replica are those of one process; those of two together, and each request by its replica."""
-    app = start(replicas=1)
-    pool = app.url.removesuffix("/v1") + "/pool"
-    with served() as here:
-        told, alone = httpx.get(pool, timeout=60).json(), here.http.get("/pool").json()
-    assert (told.keys(), told["pages"], told["used"]) == (alone.keys(), 512, 0)
-    serve.delete("app")
-    app = start(replicas=2, router="round_robin")
-    body = {"prompt": "In", "max_tokens": 4000, "n": 16, "temperature": 0, "stream": True, "ignore_eos": True}
-    with (
-        httpx.stream("POST", app.url + "/completions", json=body, timeout=SECONDS) as first,
-        httpx.stream("POST", app.url + "/completions", json=body, timeout=SECONDS) as second,
-    ):
-        lines = [first.iter_lines(), second.iter_lines()]  # a stream is closed with what reads it
-        assert [next(each)[:5] for each in lines] == ["data:"] * 2
-        told = httpx.get(pool, timeout=60).json()
-    assert (told["pages"], len(told["owners"])) == (1024, 1024)
-    assert [(each["pages"], each["running"] > 0) for each in told["replicas"]] == [(512, True)] * 2
-    names = [each["name"] for each in told["replicas"]]
-    assert {request["name"].rpartition("/")[0] for request in told["requests"]} == set(names)
-    assert sum(each["used"] for each in told["replicas"]) == told["used"] > 0
-    assert {state["used_pages"] for state in app.idle().values()} == {0}
-
-
-def test_health_is_that_of_the_replica_that_is_left(start):
-    app = start(replicas=2)
-    killed, left = app.status()
-    os.kill(killed, signal.SIGKILL)
-    asked = []
-    with ThreadPoolExecutor(1) as threads:
-        back = threads.submit(app.status)
-        while not back.done():
-            asked.append(httpx.get(app.url + "/health", timeout=60).status_code)
-    assert (set(asked), len(asked) > 3) == ({200}, True)
-    assert len(back.result(60).keys() - {killed, left}) == 1
+def comparable(value):
+    """An answer without what differs from one to the next."""
+    if isinstance(value, dict):
+        return {key: comparable(each) for key, each in value.items() if key not in ("id", "created", "max_model_len")}
+    if isinstance(value, float):
+        return pytest.approx(value, abs=1e-3)
+    return [comparable(each) for each in value] if isinstance(value, list) else value
 
 
 def test_every_option_of_the_engine(start, tmp_path):
@@ -144,26 +233,6 @@ def test_every_option_of_the_engine(start, tmp_path):
     assert (restored[0], restored[1] > 30) == (0, True)
 
 
-def comparable(value):
-    """An answer without what differs from one to the next."""
-    if isinstance(value, dict):
-        return {key: comparable(each) for key, each in value.items() if key not in ("id", "created", "max_model_len")}
-    if isinstance(value, float):
-        return pytest.approx(value, abs=1e-3)
-    return [comparable(each) for each in value] if isinstance(value, list) else value
-
-
-def test_a_client_that_leaves_gives_its_pages_back(start):
-    app = start(replicas=1)
-    # Of 16 samples two have pages at a time, so these are half a minute's work or more.
-    body = {"prompt": "In", "max_tokens": 4000, "n": 16, "temperature": 0, "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", app.url + "/completions", json=body, timeout=SECONDS) as first:
-        next(first.iter_lines())
-    (state,) = app.idle().values()
-    assert state["used_pages"] == 0
-    assert state["decode_tokens"] < 16 * 3900
-
-
 def test_a_full_queue_is_429_and_says_when_to_come_again(start):
     app = start(replicas=1, max_ongoing=1, max_queued=1)
     body = {"prompt": "In", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
@@ -178,57 +247,6 @@ def test_a_full_queue_is_429_and_says_when_to_come_again(start):
     assert len(set(served)) == 1
     assert all(answer.headers["retry-after"] == "1" for answer in refused)
     assert {answer.json()["error"]["type"] for answer in refused} == {"rate_limit_error"}
-
-
-def test_prefixes_raise_the_hit_rate_by_what_the_simulation_says(start):
-    found = {}
-    for router in ("round_robin", "prefix"):
-        app = start(replicas=2, router=router, num_pages=400)
-        rounds = Conversations(20, 4, seed=1).rounds()
-        prompts = 0
-        for prompts_of_round in rounds:
-            replies = app.ask_all(prompts_of_round, 4, max_tokens=1)
-            assert [reply for reply in replies if not reply.whole] == []
-            prompts += sum(map(len, prompts_of_round))
-        found[router] = sum(state["found_tokens"] for state in app.idle().values()) / prompts
-        serve.delete("app")
-    said = {
-        router: simulate(Conversations(20, 4, seed=1), router, replicas=2, pages=400, at_once=4).hit_rate
-        for router in found
-    }
-    print(f"found {found}, simulated {said}")
-    assert found["prefix"] > found["round_robin"]
-    assert abs((found["prefix"] - found["round_robin"]) - (said["prefix"] - said["round_robin"])) < 0.1
-
-
-def test_replicas_that_are_killed_change_no_text_and_come_back(start, engine, kills):
-    """Each client gets its text or an error; none waits for ever; each replica is soon back, and serves."""
-    app = start(replicas=2)
-    prompts = PROMPTS[:24]
-    greedy = right_texts(engine, prompts, Sampling(64, ignore_end=True))
-    drawn = right_texts(engine, prompts, Sampling(64, 0.9, seed=7, ignore_end=True))
-    killer = Killer(app, kills, seed=3, most_seconds=2.0)
-    killer.start()
-    ended = {"whole": 0, "error": 0}
-    slowest, end = 0.0, time.monotonic() + SECONDS + 60 * kills
-    while killer.is_alive() and time.monotonic() < end:
-        for expected, options in ((greedy, {}), (drawn, {"temperature": 0.9, "seed": 7})):
-            for reply, text in zip(app.ask_all(prompts, 12, max_tokens=64, **options), expected, strict=True):
-                assert reply.whole != (reply.error is not None), reply
-                assert (reply.text == text) if reply.whole else text.startswith(reply.text), (reply, text)
-                ended["whole" if reply.whole else "error"] += 1
-                slowest = max(slowest, reply.seconds)
-    killer.stop.set()
-    killer.join(SECONDS)
-    assert killer.error is None, killer.error
-    assert len(killer.back) == kills
-    print(f"{kills} kills: {ended}, the slowest took {slowest:.1f} s")
-    print(f"started in {app.start_seconds:.1f} s, back after {sorted(round(took, 1) for took in killer.back)} s")
-    assert max(killer.back) < 3 * app.start_seconds + 10  # beside the load, which has the CPUs too
-    assert ended["whole"] > ended["error"]
-    assert len(app.idle()) == 2
-    assert [reply.text for reply in app.ask_all(prompts, 24, max_tokens=64)] == greedy
-    assert [state["used_pages"] for state in app.idle().values()] == [0, 0]
 
 
 class Faulty(application.NamedReplica):
@@ -270,20 +288,3 @@ def test_the_streams_of_a_step_that_raises_or_hangs_go_on_elsewhere(start, engin
     states = app.idle()
     assert len(states.keys() - first) == 1  # the one that hung was restarted, the one that raised was not
     assert [state["used_pages"] for state in states.values()] == [0, 0]
-
-
-def test_a_stream_is_drained_when_the_application_ends(start, engine):
-    app = start(replicas=1)
-    tokens = 1500
-    (expected,) = right_texts(engine, PROMPTS[:1], Sampling(tokens, ignore_end=True))
-    with ThreadPoolExecutor(2) as threads:
-        asked = threads.submit(app.ask, PROMPTS[0], max_tokens=tokens)
-        while not any(state["running"] for state in app.status().values()):
-            assert not asked.done()
-        ending = threads.submit(serve.delete, "app")
-        while serve.status().applications["app"].status != "DELETING":
-            assert not ending.done()
-        assert not asked.done()
-        reply = asked.result(SECONDS)
-        ending.result(SECONDS)
-    assert (reply.whole, reply.text) == (True, expected)

@@ -219,3 +219,18 @@ def test_what_is_missing_is_built_together(compiler, folder, monkeypatch):
     monkeypatch.setattr(module, "_FUNCTIONS", {})
     module.load(merge[2:])
     assert len(compiler.given) == len([*(folder / "loaded").glob("*.so")]) == 2
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_new_process_looks_for_the_files_of_its_target(monkeypatch):
+    """MAX knows none before `apply_cpu_target`."""
+    applied = []
+    find = module.digests_of
+
+    def digests_of(*given):
+        assert applied
+        return find(*given)
+
+    monkeypatch.setattr(module, "apply_cpu_target", lambda: applied.append("haswell"))
+    monkeypatch.setattr(module, "digests_of", digests_of)
+    attend()

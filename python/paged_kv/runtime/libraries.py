@@ -352,6 +352,7 @@ def user_libraries() -> Store:
 
 def _there(wanted: Iterable[Library], *, exact: bool = False) -> dict[Library, tuple[Artefact, str]]:
     """The best file of each library that is there, and where that lies, in words."""
+    apply_cpu_target()  # which the names of files have in them
     cpu, sources = CpuInfo.read(), Sources.installed()
     keys = {library: library.key() for library in wanted}
     there: dict[Library, tuple[Artefact, str]] = {}
