@@ -10,8 +10,18 @@ from pathlib import Path
 import pytest
 
 from paged_kv.runtime import libraries, program_ops
-from paged_kv.runtime.libraries import ALL_ENCODINGS, Library
+from paged_kv.runtime.libraries import ALL_ENCODINGS, Kernel, Library
+from support.dtype_pairs import LINEAR_PAIRS
 from support.op_graphs import one_process_at_a_time
+
+OF_TESTS_ALONE = [
+    *(Kernel(kind, (bits, bits)) for bits in ("uint16", "uint32") for kind in ("append", "gather")),
+    *(Kernel("linear", pair) for pair in LINEAR_PAIRS),
+    *(Kernel(kind, ("float32", "bfloat16", "float32")) for kind in ("attention", "attention_rotated")),
+    *(Kernel(kind, ("bfloat16", "bfloat16", "float32")) for kind in ("attention", "masked_attention")),
+    Kernel("attention", ("float32", "float32", "float16")),
+]
+"""Kernels that tests call and no call of the API, or one with an output of another dtype."""
 
 
 def install(*, of_all_tests: bool) -> None:
@@ -33,7 +43,8 @@ def install(*, of_all_tests: bool) -> None:
 def with_others(wanted: Sequence[Library]) -> list[Library]:
     """Some libraries, and those of the same dtype that tests need; that of quantised weights, the longest, is apart."""
     dtypes = {library.dtypes[0] for library in wanted if not is_quantised(library)}
-    others = [each for each in libraries.api_libraries() if each.dtypes[0] in dtypes and not is_quantised(each)]
+    known = [*libraries.api_libraries(), *(kernel.library for kernel in OF_TESTS_ALONE)]
+    others = [each for each in known if each.dtypes[0] in dtypes and not is_quantised(each)]
     return list(dict.fromkeys([*wanted, *others]))
 
 
