@@ -128,7 +128,7 @@ def test_a_step_has_a_row_of_its_own():
     assert "demo      reads its kernels in 0.1 s: with the package, for haswell" in lines
     assert "compiled  0 of 1 libraries of kernels" in lines
     report.steps["demo"].append(None)
-    expected = "demo      builds 1 libraries of kernels, some 10 s each, once on this machine"
+    expected = "demo      builds 1 libraries of kernels in some 19 s, once on this machine"
     assert expected in render(report).splitlines()
 
 

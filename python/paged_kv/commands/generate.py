@@ -68,6 +68,7 @@ from paged_kv.output import say
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a sample, as it ends. --logprobs implies it.")
 @click.option("--live/--no-live", default=None, help="Show what the engine does. Default: where only stderr is shown.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write what happens to pages, for `paged-kv inspect`.")
+@click.option("--profile", is_flag=True, help="Show where the time of steps goes, by operation and by layer.")
 def generate(
     folder: Path,
     prompts: tuple[str, ...],
@@ -86,6 +87,7 @@ def generate(
     as_json: bool,
     live: bool | None,
     trace: Path | None,
+    profile: bool,
     json_schema: Path | None,
     regex: str | None,
     grammar: Path | None,
@@ -103,6 +105,7 @@ def generate(
     from paged_kv.checkpoint.weights import Checkpoint
     from paged_kv.commands.live import live_view
     from paged_kv.commands.printing import Printer
+    from paged_kv.commands.profile import print_profiles
     from paged_kv.commands.prompts import PromptLine, RefusedLine, encode, given, read
     from paged_kv.commands.trace import trace_file, traced
     from paged_kv.engine.disk_tier import DiskTier
@@ -116,6 +119,8 @@ def generate(
     integer("--n", samples, 1, MAX_RUNNING)
     if bool(prompts) == (source is not None):
         raise ContractError("give prompts by --prompt or by --input, one of the two")
+    if profile and speculate is not None:
+        raise ContractError("--profile is not for --speculate, whose steps are of other kinds")
     if not 0 < kv_disk_gb < 1e9:
         raise ContractError(f"--kv-disk-gb must be above 0 and below 10^9, not {kv_disk_gb}")
     disk = None if kv_disk is None else DiskTier(kv_disk, max(int(kv_disk_gb * 1e9), 1))
@@ -150,6 +155,7 @@ def generate(
             its_dtype = dtype if given_dtype else draft.config.dtype
             draft_model = load_model(Path(str(speculate)), its_dtype, model.num_pages, page_size, device)
         engine = Engine(model, tokenizer, max_step_tokens=max_step_tokens, disk=disk, speculate=draft_model)
+        profiles = model.profile_steps() if profile else None
         has_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
         printer = Printer(as_json=as_json or source is not None or has_logprobs)
         for line in lines:
@@ -171,6 +177,8 @@ def generate(
                 for output in engine.step():
                     printer.add(output)
         print_statistics(engine.statistics, model)
+        if profiles is not None:
+            print_profiles(profiles, engine.statistics.prefill_seconds + engine.statistics.decode_seconds)
         if speculate is not None:
             found = engine.statistics
             say(f"drafts: {found.accepted_tokens} of {found.draft_tokens} were accepted")

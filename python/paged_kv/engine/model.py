@@ -37,6 +37,7 @@ from paged_kv.runtime.forks import check_not_forked
 from paged_kv.runtime.graph_reading import UnknownGraph
 from paged_kv.runtime.program import Program
 from paged_kv.runtime.session import Runtime, default_runtime
+from paged_kv.runtime.step_profile import StepProfile
 
 logger = logging.getLogger("paged_kv.engine")
 
@@ -116,6 +117,7 @@ class DecoderModel:
             self.num_states = usual if num_states is None else integer("num_states", num_states, 2)
         self._states = [_new_states(shape) for shape in decoder.state_shapes(config, self.num_states)]
         self._keys = step.keys(runtime.architecture)
+        self._profiles: tuple[StepProfile, StepProfile] | None = None
         self._program: Program | None = None
         if self._device.is_host:
             try:
@@ -316,6 +318,8 @@ class DecoderModel:
             of_states = state_inputs(states.sources, states.saves, self._states).flatten()
         values = (*inputs.flatten(), *of_windows, *of_states, wanted)
         if self._program is not None:
+            if self._profiles is not None:
+                self._program.profile = self._profiles[any(len(each) > 1 for each in tokens)]
             return self._program.run([value for value in values if isinstance(value, np.ndarray)])[0]
         arguments = [to_buffer(value) for value in values]
         if self._device.is_host:
@@ -325,6 +329,17 @@ class DecoderModel:
             value if any(value is cache for cache in caches) else value.to(self._device) for value in arguments
         ]
         return execute(self._model.execute, *arguments)[0].to(CPU()).to_numpy()
+
+    def profile_steps(self) -> tuple[StepProfile, StepProfile]:
+        """Notes the times of all steps from now on: of those of one token a request, and of all others.
+
+        Raises:
+            ContractError: MAX runs the steps.
+        """
+        if self._program is None:
+            raise ContractError("the steps of this model are compiled by MAX: no kernel's time is known")
+        self._profiles = StepProfile(self._program), StepProfile(self._program)
+        return self._profiles
 
     def check_tokens(self, tokens: Sequence[Sequence[int]]) -> None:
         """Refuses a token that is not in the vocabulary: a graph reads its embedding wherever its id points.

@@ -199,7 +199,7 @@ def _first_call_in_words(compiled: Mapping[str, str | None]) -> str:
 def _step_in_words(places: Sequence[str | None]) -> str:
     """Return what a command waits for before its model's first step."""
     if missing := sum(place is None for place in places):
-        return f"builds {missing} libraries of kernels, some 10 s each, once on this machine"
+        return f"builds {missing} libraries of kernels in some {15 + 4 * missing} s, once on this machine"
     return f"reads its kernels in 0.1 s: {', '.join(dict.fromkeys(place for place in places if place))}"
 
 

@@ -11,6 +11,7 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from threading import Lock
+from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from paged_kv.errors import ContractError
 from paged_kv.runtime.graph_reading import Array, ReadGraph, UnknownGraph, Value, Word
 from paged_kv.runtime.libraries import Kernel, load, refusal
 from paged_kv.runtime.program_ops import Call, Layers, calls_of_all
+from paged_kv.runtime.step_profile import StepProfile
 from paged_kv.runtime.team import workers
 
 _LINE = 64
@@ -61,6 +63,8 @@ class Program:
     """
 
     def __init__(self, graph: ReadGraph, weights: Mapping[str, Array], buffers: Sequence[Array | None]) -> None:
+        self.profile: StepProfile | None = None
+        """What notes the times of runs from now on."""
         self._lock = Lock()
         self._inputs = [value for value, buffer in zip(graph.inputs, buffers, strict=True) if buffer is None]
         self._outputs = graph.outputs
@@ -72,7 +76,7 @@ class Program:
                 value.at = Word(_address(buffer))
         self._bind(graph, weights)
         self.slots = place(graph)
-        layers = Layers.of(graph.operations)
+        self.layers = layers = Layers.of(graph.operations)
         self.operations = graph.operations
         self.calls: list[Call] = []
         self.of_call: list[int] = []
@@ -131,7 +135,7 @@ class Program:
         self._operands = _address(self._words) + 8 * np.array(starts, np.int64)
         self._stopped = np.zeros(1, np.int64)
         count = len(self.calls)
-        self._call = np.array([*map(_address, (self._functions, self._operands)), count, _address(self._stopped)])
+        self._call = np.array([*map(_address, (self._functions, self._operands)), count, _address(self._stopped), 0])
         self._arena = np.empty(0, np.uint8)
 
     def run(self, inputs: Sequence[Array]) -> list[Array]:
@@ -144,6 +148,8 @@ class Program:
             ContractError: a kernel refuses its operands; the message names the operation.
         """
         with self._lock:
+            began, profile = perf_counter_ns(), self.profile
+            self._call[-1] = 0 if profile is None else _address(profile.begins)
             sizes = self._sizes(inputs)
             outputs = [np.empty([_at(word, sizes) for word in value.shape], _numpy(value)) for value in self._outputs]
             sizes |= {f"input {i}": _address(each) for i, each in enumerate(inputs)}
@@ -160,6 +166,8 @@ class Program:
             if message:
                 op = self.operations[self.of_call[int(self._stopped[0])]]
                 raise ContractError(f"{op.name}: {refusal(message)}")
+            if profile is not None:
+                profile.add(perf_counter_ns() - began)
         return outputs
 
     def _sizes(self, inputs: Sequence[Array]) -> dict[str, int]:

@@ -1,0 +1,122 @@
+"""Where the time of a program's runs goes: by operation, by layer, and what no kernel used."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter_ns
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paged_kv.runtime.libraries import kernel
+from paged_kv.runtime.team import workers
+
+if TYPE_CHECKING:
+    from paged_kv.runtime.graph_reading import Operation
+    from paged_kv.runtime.program import Program
+
+_WHOLE_WEIGHTS = ("paged_kv_linear", "paged_kv_quantised_linear")
+"""Operations that read all of their weights; others take some rows, or some experts."""
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+FIRST, LAST = "before the layers", "after the layers"
+_COPIED = 1 << 27
+
+
+@dataclass
+class Part:
+    """Some calls of a run."""
+
+    name: str
+    calls: int = 0
+    ns: int = 0
+    """In all runs."""
+    weight_bytes: int = 0
+    """Those that a run reads, of products by weights; 0 where it is not known how many."""
+
+
+class StepProfile:
+    """The times of the calls of a program, in the runs that it was `Program.profile` of.
+
+    A call's time ends where the next call begins.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.dtype = program.layers.dtype
+        self.runs = 0
+        self.run_ns = 0
+        """All of the runs, the numbers of their calls and their outputs included."""
+        self.begins = np.zeros(len(program.calls) + 1, np.int64)
+        """When each call of a run began, and the last one ended: nanoseconds of a clock that never goes back."""
+        self._ns = np.zeros(len(program.calls), np.int64)
+        operations = program.operations
+        layers = list(_layers(operations))
+        self._calls = [(_name(operations[op]), layers[op], _weight_bytes(operations[op])) for op in program.of_call]
+
+    def add(self, run_ns: int) -> None:
+        """Adds a run, whose times lie in `begins`."""
+        self.runs += 1
+        self.run_ns += run_ns
+        self._ns += np.diff(self.begins)
+
+    @property
+    def kernel_ns(self) -> int:
+        """The time of all kernels in all runs."""
+        return int(self._ns.sum())
+
+    def by_operation(self) -> list[Part]:
+        """The operations, the one that takes longest first."""
+        return sorted(self._parts(lambda call: call[0]), key=lambda part: -part.ns)
+
+    def by_layer(self) -> list[Part]:
+        """The layers in their order, and what comes before and after them."""
+        return self._parts(lambda call: call[1])
+
+    def _parts(self, name_of: Callable[[tuple[str, str, int]], str]) -> list[Part]:
+        parts: dict[str, Part] = {}
+        for call, ns in zip(self._calls, self._ns.tolist(), strict=True):
+            part = parts.setdefault(name_of(call), Part(name_of(call)))
+            part.calls += 1
+            part.ns += ns
+            part.weight_bytes += call[2]
+        return list(parts.values())
+
+
+def _name(op: Operation) -> str:
+    """As people know an operation: `rms_norm`, or of MAX's class `AddOp` `add`."""
+    return op.name.removeprefix("paged_kv_").removesuffix("Op").lower()
+
+
+def _weight_bytes(op: Operation) -> int:
+    weights = [value for value in op.operands if value.memory.weight]
+    return sum(value.bytes.constant for value in weights) if op.name in _WHOLE_WEIGHTS else 0
+
+
+def _layers(operations: Sequence[Operation]) -> Iterator[str]:
+    """The layer of each operation: that of its weights, or of the last operation that had some."""
+    here = FIRST
+    for op in operations:
+        for value in op.operands:
+            if value.memory.weight:
+                found = _LAYER.search(value.memory.weight)
+                here = f"layer {found[1]}" if found else FIRST if here == FIRST else LAST
+        yield here
+
+
+def copied_bytes_per_second(dtype: str) -> float:
+    """Return what a copy of 128 MB reads and writes a second, on the threads of calls, by the kernel that takes rows.
+
+    Args:
+        dtype: The dtype of the library of small ops that it is taken from.
+    """
+    x = np.ones((64, _COPIED // 64), np.uint8)
+    y, rows = np.empty_like(x), np.arange(64, dtype=np.int32)
+    addresses = [array.ctypes.data for array in (y, x, rows)]
+    operands = np.array([*addresses, len(x), x.shape[1], len(x)], np.int64).tobytes()
+    copy, best = kernel("take_rows", dtype), float("inf")
+    for _ in range(6):
+        began = perf_counter_ns()
+        copy(operands + workers())
+        best = min(best, perf_counter_ns() - began)
+    return 2 * x.nbytes / best * 1e9
