@@ -14,7 +14,7 @@ def print_profiles(profiles: Sequence[StepProfile], seconds: float) -> None:
     """Prints the table of each kind of step that there was, on stderr.
 
     Args:
-        profiles: Of `KINDS`.
+        profiles: One for each of `KINDS`.
         seconds: All that the engine took.
     """
     copied = copied_bytes_per_second(profiles[0].dtype)

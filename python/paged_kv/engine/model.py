@@ -338,7 +338,7 @@ class DecoderModel:
         """
         if self._program is None:
             raise ContractError("the steps of this model are compiled by MAX: no kernel's time is known")
-        self._profiles = StepProfile(self._program), StepProfile(self._program)
+        self._profiles = self._program.new_profile(), self._program.new_profile()
         return self._profiles
 
     def check_tokens(self, tokens: Sequence[Sequence[int]]) -> None:

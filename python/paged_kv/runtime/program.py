@@ -64,7 +64,7 @@ class Program:
 
     def __init__(self, graph: ReadGraph, weights: Mapping[str, Array], buffers: Sequence[Array | None]) -> None:
         self.profile: StepProfile | None = None
-        """What notes the times of runs from now on."""
+        """Notes the times of runs from now on, if there is one."""
         self._lock = Lock()
         self._inputs = [value for value, buffer in zip(graph.inputs, buffers, strict=True) if buffer is None]
         self._outputs = graph.outputs
@@ -76,7 +76,7 @@ class Program:
                 value.at = Word(_address(buffer))
         self._bind(graph, weights)
         self.slots = place(graph)
-        self.layers = layers = Layers.of(graph.operations)
+        self._layers = layers = Layers.of(graph.operations)
         self.operations = graph.operations
         self.calls: list[Call] = []
         self.of_call: list[int] = []
@@ -169,6 +169,10 @@ class Program:
             if profile is not None:
                 profile.add(perf_counter_ns() - began)
         return outputs
+
+    def new_profile(self) -> StepProfile:
+        """One that may be `profile`."""
+        return StepProfile(self.operations, self.of_call, self._layers.dtype)
 
     def _sizes(self, inputs: Sequence[Array]) -> dict[str, int]:
         """The sizes of a step by their symbols.

@@ -1,4 +1,4 @@
-"""Where the time of a program's runs goes: by operation, by layer, and what no kernel used."""
+"""The time of a program's runs: by operation, by layer, and what no kernel used."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from paged_kv.runtime.graph_reading import Operation
 from paged_kv.runtime.libraries import kernel
 from paged_kv.runtime.team import workers
-
-if TYPE_CHECKING:
-    from paged_kv.runtime.graph_reading import Operation
-    from paged_kv.runtime.program import Program
 
 _WHOLE_WEIGHTS = ("paged_kv_linear", "paged_kv_quantised_linear")
 """Operations that read all of their weights; others take some rows, or some experts."""
@@ -40,19 +36,23 @@ class StepProfile:
     """The times of the calls of a program, in the runs that it was `Program.profile` of.
 
     A call's time ends where the next call begins.
+
+    Args:
+        operations: The program's.
+        of_call: The number of the operation of each call.
+        dtype: The dtype of its library of small ops.
     """
 
-    def __init__(self, program: Program) -> None:
-        self.dtype = program.layers.dtype
+    def __init__(self, operations: Sequence[Operation], of_call: Sequence[int], dtype: str) -> None:
+        self.dtype = dtype
         self.runs = 0
         self.run_ns = 0
         """All of the runs, the numbers of their calls and their outputs included."""
-        self.begins = np.zeros(len(program.calls) + 1, np.int64)
-        """When each call of a run began, and the last one ended: nanoseconds of a clock that never goes back."""
-        self._ns = np.zeros(len(program.calls), np.int64)
-        operations = program.operations
+        self.begins = np.zeros(len(of_call) + 1, np.int64)
+        """Nanoseconds of a clock: each call of a run began, and the last one ended."""
+        self._ns = np.zeros(len(of_call), np.int64)
         layers = list(_layers(operations))
-        self._calls = [(_name(operations[op]), layers[op], _weight_bytes(operations[op])) for op in program.of_call]
+        self._calls = [(_name(operations[op]), layers[op], _weight_bytes(operations[op])) for op in of_call]
 
     def add(self, run_ns: int) -> None:
         """Adds a run, whose times lie in `begins`."""
