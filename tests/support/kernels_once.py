@@ -22,6 +22,8 @@ OF_TESTS_ALONE = [
     Kernel("attention", ("float32", "float32", "float16")),
 ]
 """Kernels that tests call and no call of the API, or one with an output of another dtype."""
+RARE = [("float16", "uint8"), ("float16", "float8_e4m3fn"), ("float16", "float8_e5m2")]
+"""Queries and caches that few tests have."""
 
 
 def install(*, of_all_tests: bool) -> None:
@@ -43,7 +45,8 @@ def install(*, of_all_tests: bool) -> None:
 def with_others(wanted: Sequence[Library]) -> list[Library]:
     """Some libraries, and those of the same dtype that tests need; that of quantised weights, the longest, is apart."""
     dtypes = {library.dtypes[0] for library in wanted if not is_quantised(library)}
-    known = [*libraries.api_libraries(), *(kernel.library for kernel in OF_TESTS_ALONE)]
+    known = [each for each in libraries.api_libraries() if each.dtypes[:2] not in RARE]
+    known += [kernel.library for kernel in OF_TESTS_ALONE]
     others = [each for each in known if each.dtypes[0] in dtypes and not is_quantised(each)]
     return list(dict.fromkeys([*wanted, *others]))
 
