@@ -10,7 +10,7 @@ from max.graph import BufferType, DeviceRef, TensorType
 from paged_kv.arrays.pages import Pages
 from paged_kv.graphs import trees
 from support import op_graphs
-from support.cases import STORAGES, UNUSED_PAGE, CacheCase, build
+from support.cases import UNUSED_PAGE, CacheCase, build
 from support.compare import assert_bits_equal
 from support.harness import refused
 from support.trees import path_to, random_parents, seen_tokens
@@ -21,8 +21,6 @@ WINDOWS = (-1, 0, 3)
 LARGEST = 20  # masks of 24 bits
 BLOCKS = {
     (4, "NHD"): ["P", "S", "Hk", "D"],
-    (4, "HND"): ["P", "Hk", "S", "D"],
-    (5, "NHD"): ["P", 2, "S", "Hk", "D"],
     (5, "HND"): ["P", 2, "Hk", "S", "D"],
     (6, "NHD"): ["P", 2, "layers", "S", "Hk", "D"],
 }
@@ -47,7 +45,7 @@ MOVES = [TensorType(I32, [size], CPU) for size in "abc"]  # of three names, so t
 TABLE = TensorType(U32, ["B", "columns"], CPU)
 for (rank, layout), shape in BLOCKS.items():
     blocks = [BufferType(DType.uint16, shape, CPU)] * (2 if rank == 4 else 1)
-    op_graphs.add(f"move_{layout}{rank}", partial(move_in, layout=layout), *MOVES, TABLE, *blocks, by_max=rank == 4)
+    op_graphs.add(f"move_{layout}{rank}", partial(move_in, layout=layout), *MOVES, TABLE, *blocks, by_max=rank < 6)
 codes = BufferType(DType.uint8, BLOCKS[6, "NHD"], CPU)
 op_graphs.add("move_codes", partial(move_in, layout="NHD", kv_format="int4"), *MOVES, TABLE, codes)
 views = [*(BufferType(DType.uint16, [size], CPU) for size in "kv"), TensorType(DType.int64, [12], CPU)]
@@ -166,7 +164,7 @@ def expected_after(cache, moves):
     return arrays
 
 
-@pytest.mark.parametrize("storage", STORAGES, ids=lambda storage: f"{storage[1]}{storage[0]}")
+@pytest.mark.parametrize("storage", BLOCKS, ids=lambda storage: f"{storage[1]}{storage[0]}")
 @pytest.mark.parametrize("seed", range(4))
 def test_moves_in_every_layout_and_layer(storage, seed):
     rng = np.random.default_rng(seed)

@@ -5,6 +5,7 @@ that of one.
 """
 
 from collections.abc import Sequence
+from functools import wraps
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,11 @@ OF_TESTS_ALONE = [
     *(Kernel(kind, (bits, bits)) for bits in ("uint16", "uint32") for kind in ("append", "gather")),
     *(Kernel("linear", pair) for pair in LINEAR_PAIRS),
     *(Kernel(kind, ("float32", "bfloat16", "float32")) for kind in ("attention", "attention_rotated")),
-    *(Kernel(kind, ("bfloat16", "bfloat16", "float32")) for kind in ("attention", "masked_attention")),
+    *(
+        Kernel(kind, ("bfloat16", cache, "float32"))
+        for cache in ("bfloat16", "float8_e4m3fn")
+        for kind in ("attention", "masked_attention", "masked_attention_rotated")
+    ),
     Kernel("attention", ("float32", "float32", "float16")),
 ]
 """Kernels that tests call and no call of the API, or one with an output of another dtype."""
@@ -30,6 +35,7 @@ def install(*, of_all_tests: bool) -> None:
     """Changes where this process gets its libraries, for as long as it lives."""
     get_paths = libraries._paths
 
+    @wraps(get_paths)
     def paths(wanted: Sequence[Library], *, exact: bool = False) -> dict[Library, Path]:
         if len(libraries._there(wanted, exact=exact)) < len(wanted):
             with one_process_at_a_time("libraries"):

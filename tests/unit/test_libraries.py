@@ -1,5 +1,6 @@
 """Libraries of kernels: which kernel lies where; on disk, with a compiler that writes a line and a loader of lines."""
 
+import inspect
 import re
 import stat
 from itertools import product
@@ -23,6 +24,7 @@ from support.permissions import permissions_count
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(module, "_FUNCTIONS", {})
+    monkeypatch.setattr(module, "_paths", inspect.unwrap(module._paths))  # as it is where no tests run
     load = module.ctypes.CDLL
     monkeypatch.setattr(module.ctypes, "CDLL", lambda path, **_: Path(path).read_text() if path else load(path))
     monkeypatch.setattr(module, "_function", lambda library, name: f"{name} of {library}")
