@@ -31,6 +31,10 @@ struct Team:
     """Threads that may still join the call."""
     var ended: Atomic[Int32]
     """Threads that have joined and are done: the caller waits for it to change."""
+    var idle: Atomic[Int32]
+    """Threads that sleep until a call comes, or are about to: without them no call asks the system to wake any."""
+    var waiting: Atomic[Int32]
+    """1 while the caller sleeps, or is about to."""
     var body: Int
     var shared: Int
 
@@ -39,6 +43,8 @@ struct Team:
         self.busy = Atomic[Int32](0)
         self.seats = Atomic[Int32](0)
         self.ended = Atomic[Int32](0)
+        self.idle = Atomic[Int32](0)
+        self.waiting = Atomic[Int32](0)
         self.body = 0
         self.shared = 0
 
@@ -60,13 +66,25 @@ def futex(word: Int, operation: Int, value: Int):
     _ = system_call(SYS_FUTEX, word, operation, value)
 
 
-def wait_for_change(mut word: Atomic[Int32], seen: Int32):
-    """Returns once the word is no longer `seen`."""
+def wait_for_change(mut word: Atomic[Int32], seen: Int32, mut sleepers: Atomic[Int32]):
+    """Returns once the word is no longer `seen`.
+
+    Who changes it looks for sleepers afterwards, and who sleeps has counted itself before the system compares the word:
+    one of the two sees the other.
+    """
     for _ in range(SPINS):
         if word.load() != seen:
             return
+    _ = sleepers.fetch_add(1)
     while word.load() == seen:
         futex(Int(Pointer(to=word)), FUTEX_WAIT, Int(seen))
+    _ = sleepers.fetch_sub(1)
+
+
+def wake(mut word: Atomic[Int32], count: Int, mut sleepers: Atomic[Int32]):
+    """Wakes up to so many that sleep until a word changes, which it just has."""
+    if sleepers.load() > 0:
+        futex(Int(Pointer(to=word)), FUTEX_WAKE, count)
 
 
 def serve(address: Int) abi("C") -> Int:
@@ -77,8 +95,8 @@ def serve(address: Int) abi("C") -> Int:
         if team[].seats.fetch_sub(1) > 0:
             run_body(team[].body, team[].shared)
             _ = team[].ended.fetch_add(1)
-            futex(Int(Pointer(to=team[].ended)), FUTEX_WAKE, 1)
-        wait_for_change(team[].calls, seen)
+            wake(team[].ended, 1, team[].waiting)
+        wait_for_change(team[].calls, seen, team[].idle)
 
 
 def start_team(threads: Int) -> Int:
@@ -110,7 +128,7 @@ def run_team(body: Int, shared: Int, threads: UInt32, address: Int):
     team[].ended.store(0)
     team[].seats.store(others)
     _ = team[].calls.fetch_add(1)
-    futex(Int(Pointer(to=team[].calls)), FUTEX_WAKE, Int(others))
+    wake(team[].calls, Int(others), team[].idle)
     run_body(body, shared)
     var left = team[].seats.load()
     while left > 0 and not team[].seats.compare_exchange(left, 0):
@@ -118,6 +136,6 @@ def run_team(body: Int, shared: Int, threads: UInt32, address: Int):
     var joined = others - max(left, Int32(0))
     var ended = team[].ended.load()
     while ended != joined:
-        wait_for_change(team[].ended, ended)
+        wait_for_change(team[].ended, ended, team[].waiting)
         ended = team[].ended.load()
     team[].busy.store(0)
