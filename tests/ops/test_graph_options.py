@@ -40,9 +40,7 @@ for name, (q_dtype, kv_dtype, options, biased, _) in GRAPHS.items():
         *[TensorType(DType.float32, [HEADS], CPU)] * 2,
         BufferType(DType[kv_dtype], ["pages", 2, "page_size", KV_HEADS, DIM], CPU),
     ]
-    op_graphs.add(
-        f"options_{name}", partial(attend, options=options, biased=biased), *types, by_max="rope_theta" in options
-    )
+    op_graphs.add(f"options_{name}", partial(attend, options=options, biased=biased), *types, by_max=True)
 
 
 @pytest.mark.parametrize("name", GRAPHS)
