@@ -17,8 +17,8 @@ struct ProgramCall(TrivialRegisterPassable):
     var stopped: Int
     """The address of the number of the call that refused its operands."""
     var begins: Int
-    """The address of `count + 1` numbers: when each call begins and the last one ends, in nanoseconds; 0 where nobody
-    asks."""
+    """The address of `count + 1` numbers: when each call begins and the last one ends, in nanoseconds; 0 where no times
+    are noted."""
 
     def run(self) raises:
         """Makes the calls up to the first that refuses its operands, and raises what it says."""

@@ -1,6 +1,4 @@
-"""The times of a step: every call is in the table, once by its operation and once by its layer; nobody asks, none is
-noted.
-"""
+"""The times of a step: each call is in the table, by its operation and by its layer; without a profile none is noted."""
 
 import re
 
@@ -49,7 +47,7 @@ def test_every_call_is_noted(model):
     assert read["attention"] == 0
 
 
-def test_a_step_that_nobody_asks_about_notes_no_time(model):
+def test_a_step_without_a_profile_notes_no_time(model):
     decode, _ = model.profile_steps()
     model.step([[1]], [0], [[0]])
     noted = decode.begins.copy()
@@ -68,13 +66,13 @@ def test_steps_of_max_are_refused(model, monkeypatch):
 def test_the_command_prints_both_kinds_of_step(capsys):
     command = ["generate", "--model", str(FOLDER), "--prompt", "In the", "--max-new-tokens", "9", "--profile"]
     assert _run(command) == 0
-    said = capsys.readouterr().err
-    assert re.search(r"^steps of one token a request: 8, \d+\.\d{3} ms each$", said, re.MULTILINE)
-    assert re.search(r"^other steps: 1, ", said, re.MULTILINE)
-    shares = re.findall(r"^  (\w+(?: \w+)*) +\d* +\d+\.\d{3} +(\d+\.\d) %", said, re.MULTILINE)
+    stderr = capsys.readouterr().err
+    assert re.search(r"^steps of one token a request: 8, \d+\.\d{3} ms each$", stderr, re.MULTILINE)
+    assert re.search(r"^other steps: 1, ", stderr, re.MULTILINE)
+    shares = re.findall(r"^  (\w+(?: \w+)*) +\d* +\d+\.\d{3} +(\d+\.\d) %", stderr, re.MULTILINE)
     assert {"linear", "attention", "rms_norm", "no kernel", "layer 0", FIRST, LAST} <= {name for name, _ in shares}
-    assert re.search(r"^  linear .* GB/s, \d+\.\d\d of a copy$", said, re.MULTILINE)
-    assert re.search(r"^outside of steps .* s of .* s$", said, re.MULTILINE)
+    assert re.search(r"^  linear .* GB/s, \d+\.\d\d of a copy$", stderr, re.MULTILINE)
+    assert re.search(r"^outside of steps .* s of .* s$", stderr, re.MULTILINE)
 
 
 def test_a_profile_of_drafts_is_refused(capsys):

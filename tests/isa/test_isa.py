@@ -49,8 +49,8 @@ def test_the_target_is_in_force(request, monkeypatch, tmp_path):
         assert "1 passed" in output
         return
 
-    def build(wanted, _, of, **__):
-        raise ToolchainError(f"{wanted[0]} for {of}")
+    def build(built, _, of, **__):
+        raise ToolchainError(f"{built[0]} for {of}")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(libraries, "build_libraries", build)

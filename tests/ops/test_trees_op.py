@@ -150,8 +150,6 @@ def expected_after(cache, moves):
         page, slot = cache.lookup_table[request, token // size], token % size
         return {
             (4, "NHD"): (page, slot),
-            (4, "HND"): (page, heads, slot),
-            (5, "NHD"): (page, side, slot),
             (5, "HND"): (page, side, heads, slot),
             (6, "NHD"): (page, side, heads, slot),
         }[cache.case.rank, cache.case.layout]

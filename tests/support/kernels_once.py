@@ -36,11 +36,11 @@ def install(*, of_all_tests: bool) -> None:
     get_paths = libraries._paths
 
     @wraps(get_paths)
-    def paths(wanted: Sequence[Library], *, exact: bool = False) -> dict[Library, Path]:
-        if len(libraries._there(wanted, exact=exact)) < len(wanted):
+    def paths(needed: Sequence[Library], *, exact: bool = False) -> dict[Library, Path]:
+        if len(libraries._there(needed, exact=exact)) < len(needed):
             with one_process_at_a_time("libraries"):
-                get_paths(with_others(wanted) if of_all_tests else wanted, exact=exact)
-        return get_paths(wanted, exact=exact)
+                get_paths(with_others(needed) if of_all_tests else needed, exact=exact)
+        return get_paths(needed, exact=exact)
 
     patch = pytest.MonkeyPatch()
     patch.setattr(libraries, "_paths", paths)
@@ -48,13 +48,13 @@ def install(*, of_all_tests: bool) -> None:
     patch.setattr(program_ops, "built_encodings", lambda *_: ALL_ENCODINGS)
 
 
-def with_others(wanted: Sequence[Library]) -> list[Library]:
+def with_others(needed: Sequence[Library]) -> list[Library]:
     """Some libraries, and those of the same dtype that tests need; that of quantised weights, the longest, is apart."""
-    dtypes = {library.dtypes[0] for library in wanted if not is_quantised(library)}
-    known = [each for each in libraries.api_libraries() if each.dtypes[:2] not in RARE]
-    known += [kernel.library for kernel in OF_TESTS_ALONE]
-    others = [each for each in known if each.dtypes[0] in dtypes and not is_quantised(each)]
-    return list(dict.fromkeys([*wanted, *others]))
+    dtypes = {library.dtypes[0] for library in needed if not is_quantised(library)}
+    others = [each for each in libraries.api_libraries() if each.dtypes[:2] not in RARE]
+    others += [kernel.library for kernel in OF_TESTS_ALONE]
+    others = [each for each in others if each.dtypes[0] in dtypes and not is_quantised(each)]
+    return list(dict.fromkeys([*needed, *others]))
 
 
 def is_quantised(library: Library) -> bool:

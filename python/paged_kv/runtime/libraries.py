@@ -302,16 +302,16 @@ def refusal(message: int) -> str:
         _FREE(message)
 
 
-def _paths(wanted: Sequence[Library], *, exact: bool = False) -> dict[Library, Path]:
+def _paths(libraries: Sequence[Library], *, exact: bool = False) -> dict[Library, Path]:
     """The files of libraries: what came along or was kept, or is built; for this process alone where it cannot be kept.
 
     Raises:
         ToolchainError: as `kernel`.
     """
     check_cpu_runs(get_virtual_cpu_target(), CpuInfo.read())
-    loadable = {library: _unsealed(artefact) for library, (artefact, _) in _there(wanted, exact=exact).items()}
+    loadable = {library: _unsealed(artefact) for library, (artefact, _) in _there(libraries, exact=exact).items()}
     paths = {library: path for library, path in loadable.items() if path}
-    missing = [library for library in wanted if library not in paths]
+    missing = [library for library in libraries if library not in paths]
     return paths | _built(missing) if missing else paths
 
 
@@ -330,19 +330,19 @@ def _built(missing: Sequence[Library]) -> dict[Library, Path]:
     names = list(digests.values())
     # Again where it failed: CI lost a file once while other compilers ran, for no reason that was found.
     reason = store.keep(names, make) and store.keep(names, make)
-    kept = {digest: path for each in store.find(names) if (path := _unsealed(each)) for digest in each.digests}
-    if len(kept) < len(names):
+    paths = {digest: path for each in store.find(names) if (path := _unsealed(each)) for digest in each.digests}
+    if len(paths) < len(names):
         reason = reason or f"{store.path} cannot be written"
         warnings.warn(f"libraries of kernels are not kept ({reason}): each start builds them", RuntimeWarning, 5)
         path = Path(_own_folder(), f"{min(names)}.so")
         make(path)
-        kept = dict.fromkeys(names, path)
-    return {library: kept[digest] for library, digest in digests.items()}
+        paths = dict.fromkeys(names, path)
+    return {library: paths[digest] for library, digest in digests.items()}
 
 
-def _unsealed(found: Artefact) -> Path | None:
+def _unsealed(artefact: Artefact) -> Path | None:
     """The file that the loader reads, which reads none with a seal."""
-    return Store(user_libraries().path / "loaded").plain(found, f"{min(found.names)}.so")
+    return Store(user_libraries().path / "loaded").plain(artefact, f"{min(artefact.names)}.so")
 
 
 def user_libraries() -> Store:
@@ -350,17 +350,17 @@ def user_libraries() -> Store:
     return Store(cache_path() / "libraries", "{}.library")
 
 
-def _there(wanted: Iterable[Library], *, exact: bool = False) -> dict[Library, tuple[Artefact, str]]:
+def _there(libraries: Iterable[Library], *, exact: bool = False) -> dict[Library, tuple[Artefact, str]]:
     """The best file of each library that is there, and where that lies, in words."""
     apply_cpu_target()  # which the names of files have in them
     cpu, sources = CpuInfo.read(), Sources.installed()
-    keys = {library: library.key() for library in wanted}
+    keys = {library: library.key() for library in libraries}
     there: dict[Library, tuple[Artefact, str]] = {}
     for target, place in places(cpu, user_libraries, exact=exact):
         digests = digests_of(keys, sources, target)
-        found = {digest: each for each in place.find(digests.values()) for digest in each.digests}
-        for library in [library for library, digest in digests.items() if digest in found]:
-            there[library] = found[digests[library]], origin(place, target)
+        artefacts = {digest: each for each in place.find(digests.values()) for digest in each.digests}
+        for library in [library for library, digest in digests.items() if digest in artefacts]:
+            there[library] = artefacts[digests[library]], origin(place, target)
             del keys[library]
         if not keys:
             break
@@ -395,7 +395,7 @@ def build_libraries(
     """Builds libraries, in one file, for a CPU target or for this CPU.
 
     Args:
-        libraries: They have all of their kernels in it.
+        libraries: Their kernels are all in it.
         path: The file to be written.
         target: LLVM's name of the CPU; None for this one.
         by_itself: Whether no other build is expected. The sources of the package are packed once for all builds,
@@ -417,9 +417,9 @@ def build_libraries(
 def program_of(libraries: Iterable[Library]) -> str:
     """The program that exports all kernels of some libraries, each once: its parts of `library.mojo`."""
     head, export, kernels_of = _parts_of_program()
-    wanted = list(dict.fromkeys(kernel for library in libraries for kernel in library.kernels()))
-    parts = [kernels_of[kind] for kind in dict.fromkeys(kernel.kind for kernel in wanted)]
-    for kernel in wanted:
+    exported = list(dict.fromkeys(kernel for library in libraries for kernel in library.kernels()))
+    parts = [kernels_of[kind] for kind in dict.fromkeys(kernel.kind for kernel in exported)]
+    for kernel in exported:
         parameters = [f"DType.{dtype}" for dtype in kernel.dtypes] + [str(kernel.mask)] * (kernel.kind in _QUANTISED)
         called = f"{kernel.kind}[{', '.join(parameters)}]"
         parts.append(export.replace("NAME", kernel.name).replace("KERNEL", called))

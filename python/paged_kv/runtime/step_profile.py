@@ -49,7 +49,7 @@ class StepProfile:
         self.run_ns = 0
         """All of the runs, the numbers of their calls and their outputs included."""
         self.begins = np.zeros(len(of_call) + 1, np.int64)
-        """Nanoseconds of a clock: each call of a run began, and the last one ended."""
+        """Nanoseconds of a clock at which each call of a run began, and the last one ended."""
         self._ns = np.zeros(len(of_call), np.int64)
         layers = list(_layers(operations))
         self._calls = [(_name(operations[op]), layers[op], _weight_bytes(operations[op])) for op in of_call]
