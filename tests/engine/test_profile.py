@@ -1,4 +1,4 @@
-"""The times of a step: each call is in the table, by its operation and by its layer; without a profile none is noted."""
+"""The times of a step: each call is in the table, by operation and by layer; without a profile none is noted."""
 
 import re
 
