@@ -223,6 +223,12 @@ def test_what_is_missing_is_built_together(compiler, folder, monkeypatch):
     assert len(compiler.given) == len([*(folder / "loaded").glob("*.so")]) == 2
 
 
+def test_what_is_loaded_is_not_looked_for_again(compiler, monkeypatch):
+    attend()
+    monkeypatch.setattr(module, "_there", None)
+    module.load([Kernel("attention", ("bfloat16", "int8", "bfloat16"))])
+
+
 @pytest.mark.usefixtures("compiler")
 def test_a_new_process_looks_for_the_files_of_its_target(monkeypatch):
     """MAX knows none before `apply_cpu_target`."""

@@ -232,9 +232,10 @@ def load(kernels: Iterable[Kernel], *, exact: bool = False) -> None:
     Raises:
         ToolchainError: as `kernel`.
     """
-    wanted = list(kernels)
-    paths = _paths(list(dict.fromkeys(each.library for each in wanted)), exact=exact)
-    for each in wanted:
+    # Calls of the API load what they need each time, and looking for files takes some 20 ms.
+    missing = [each for each in kernels if exact or (None, each) not in _FUNCTIONS]
+    paths = _paths(list(dict.fromkeys(each.library for each in missing)), exact=exact) if missing else {}
+    for each in missing:
         _loaded(each, None, paths[each.library])
 
 
