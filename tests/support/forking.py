@@ -1,8 +1,8 @@
-"""A program that runs attention in child processes: `python forking.py WHEN HOW`, for `test_forks.py`.
+"""A program that runs attention in child processes: `python forking.py WHEN HOW...`, for `test_forks.py`.
 
 WHEN is what the parent has done before: "fresh" (imported the package), "planned", "ran", "operated" (a torch operator
-on two threads of OpenMP), or "started" (MAX, as a graph does). HOW starts the child. One line is printed: what the
-child's run gave, its sum or the name and the text of its error.
+on two threads of OpenMP), or "started" (MAX, as a graph does). Each HOW starts a child. A line is printed for each: what
+the child's run gave, its sum or the name and the text of its error.
 """
 
 import multiprocessing
@@ -99,8 +99,8 @@ def in_child(how: str, wrapper: BatchDecodeWithPagedKVCacheWrapper | None) -> st
     return found if not status else f"{found} status {status}"
 
 
-def main(when: str, how: str) -> None:
-    torch.set_num_threads(2 if how == "operator" else 1)
+def main(when: str, *hows: str) -> None:
+    torch.set_num_threads(2)
     wrapper: Any = None
     if when == "operated":
         assert operate() == "128.0"
@@ -110,7 +110,8 @@ def main(when: str, how: str) -> None:
         wrapper = planned()
     if when == "ran":
         assert attend(wrapper) == "128.0"
-    print(in_child(how, wrapper))
+    for how in hows:
+        print(in_child(how, wrapper), flush=True)  # before the next child has a copy of what waits to be written
 
 
 if __name__ == "__main__":

@@ -27,16 +27,16 @@ def main(architecture: str, kernels: str, artefact: str) -> None:
 
     from paged_kv.graphs import ops, trees
     from paged_kv.runtime.variants import Op, Variant
-    from support.dtype_pairs import GPU_DTYPES, GPU_PAIRS
+    from support.dtype_pairs import GPU_CODE_PAIRS, GPU_DTYPES, GPU_PAIRS
 
     ops.kernels = lambda: Path(kernels)  # precompiled: each graph would parse the sources again
     gpu = DeviceRef.GPU(0)
     ops_of_attention: tuple[Op, ...] = ("attention", "masked_attention", "mla_attention")
     variants = [Variant(op, DType[q], DType[kv]) for op in ops_of_attention for q, kv in GPU_PAIRS]
     variants += [Variant(op, DType.bfloat16, DType.bfloat16, DType.float32) for op in ops_of_attention]
-    for codes in ops.CODES:
-        variants += [Variant(op, q, codes) for op in ("attention", "masked_attention", "append") for q in GPU_DTYPES]
-        variants.append(Variant("gather", DType.float32, codes))
+    for q, codes in GPU_CODE_PAIRS:
+        variants += [Variant(op, DType[q], DType[codes]) for op in ("attention", "masked_attention", "append")]
+    variants += [Variant("gather", DType.float32, codes) for codes in ops.CODES]
     for bits in ops.BITS:
         variants += Variant("append", bits, bits).bundle()
     variants += [Variant("merge", dtype, dtype) for dtype in GPU_DTYPES]

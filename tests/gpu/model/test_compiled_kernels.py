@@ -13,7 +13,7 @@ from gpu.model.cubins import Kernel
 from gpu.rules import block_threads
 from paged_kv.graphs.ops import BITS, CODES
 from paged_kv.runtime.launches import kernel_of
-from support.dtype_pairs import GPU_DTYPES, GPU_PAIRS
+from support.dtype_pairs import GPU_CODE_PAIRS, GPU_DTYPES, GPU_PAIRS
 
 pytestmark = pytest.mark.waits_for(programs.api, *programs.generic.values())
 
@@ -26,7 +26,7 @@ GENERIC_SIZES = [(dim, heads) for dim in (64, 128, 256, 512) for heads in (1, 4,
 MASKED_SIZES = [(128, 1), (128, 8), (512, 4)]
 LATENT_SIZES = 2  # rotary parts up to 128, and wider ones
 ROTARY_SIZES = [(128, 4), (512, 2)]
-PAIRS_OF_CODES = len(GPU_DTYPES) * len(CODES)  # which have no rotary keys and no latents
+PAIRS_OF_CODES = len(GPU_CODE_PAIRS)  # which have no rotary keys and no latents
 HOPPER_SIZES = [(dim, heads) for dim in (64, 128, 256) for heads in (8, 16)]
 
 
@@ -35,7 +35,7 @@ def sm90() -> list[Kernel]:
     """All kernels of the API as MAX compiles them for sm_90a."""
     printed, found = programs.api()
     # Attention without and with masks, append; and gather.
-    of_codes = len(CODES) * (3 * len(GPU_DTYPES) + 1)
+    of_codes = 3 * len(GPU_CODE_PAIRS) + len(CODES)
     assert printed.strip() == f"{3 * (len(GPU_PAIRS) + 1) + of_codes + 2 * len(BITS) + len(GPU_DTYPES) + 4} graphs"
     return found
 
@@ -49,7 +49,7 @@ def test_every_kernel_of_the_api_is_there(sm90):
     generic += PAIRS_OF_CODES * (len(GENERIC_SIZES) + len(MASKED_SIZES))
     schedules = 2 * (len({q_dtype for q_dtype, _ in GPU_PAIRS}) + 1)  # with masks and without
     row_copies = 2 * 2 * len(BITS)  # append and gather, 16 bytes or an element at once
-    row_copies += 2 * len(CODES) * (len(GPU_DTYPES) + 1)  # of codes, aligned or not
+    row_copies += 2 * (len(GPU_CODE_PAIRS) + len(CODES))  # of codes, aligned or not
     page_copies = 2  # 16 bytes or an element at once
     trees = 3  # moves as page copies, and the rows
     found = Counter(kernel_of(kernel.name) for kernel in sm90)
