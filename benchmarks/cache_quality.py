@@ -28,7 +28,6 @@ import ml_dtypes
 import numpy as np
 from max.dtype import DType
 
-from paged_kv.arrays.host import to_numpy
 from paged_kv.checkpoint.source import open_source
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.engine.recompute import causal_attention, recompute
@@ -115,7 +114,7 @@ class Model:
         source = open_source(FOLDER)
         self.config = source.config
         self.tokenizer = Tokenizer(source, source.config)
-        self.weights = {name: to_numpy(of) for name, of in source.load(DType.float32).items()}
+        self.weights = source.load(DType.float32)
         self.gain = np.ones(self.config.head_dim)
         self.gain[OUTLIERS] = outliers
 

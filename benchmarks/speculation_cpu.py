@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 from max.dtype import DType
 
-from paged_kv.arrays.host import to_buffer
 from paged_kv.bench.case_kinds import StepCase
 from paged_kv.bench.ours import decoder_config
 from paged_kv.bench.problems import StepProblem
@@ -46,8 +45,8 @@ Text = tuple[list[int], list[int]]
 def random_model(**sizes: int) -> DecoderModel:
     """The benchmark's model, or one of other sizes."""
     problem = StepProblem(StepCase("step", "", context=1, **sizes), 0)  # type: ignore[arg-type]
-    weights = {name: to_buffer(array) for name, array in problem.weights.items()}
-    return DecoderModel(decoder_config(problem.case), weights, dtype=DType.bfloat16, num_pages=PAGES, page_size=16)
+    config = decoder_config(problem.case)
+    return DecoderModel(config, problem.weights, dtype=DType.bfloat16, num_pages=PAGES, page_size=16)
 
 
 class Replayed:

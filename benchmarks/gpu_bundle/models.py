@@ -89,7 +89,6 @@ def pages(device: str) -> str:
 
 
 def llama(device: str) -> str:
-    from paged_kv.arrays.host import to_buffer
     from paged_kv.bench.problems import StepProblem
     from paged_kv.engine.model import DecoderModel
     from paged_kv.runtime.session import runtime_on
@@ -101,11 +100,10 @@ def llama(device: str) -> str:
     problem = StepProblem(case, 0)
     emit(check="llama", weights_seconds=time.perf_counter() - began)
     began = time.perf_counter()
-    weights = {name: to_buffer(array) for name, array in problem.weights.items()}
     runtime = runtime_on(0 if device == "gpu" else None)
     dtype = DType[case.dtype]
     model = DecoderModel(
-        decoder_config(LLAMA), weights, dtype=dtype, num_pages=pages, page_size=page_size, runtime=runtime
+        decoder_config(LLAMA), problem.weights, dtype=dtype, num_pages=pages, page_size=page_size, runtime=runtime
     )
     emit(check="llama", load_seconds=time.perf_counter() - began)
     tokens = problem.short()[0].tolist()

@@ -67,7 +67,7 @@ def folder(tmp_path_factory):
 def models(folder):
     configs = {name: load_config(folder / name) for name in CASES}
     weights = {
-        f"{name}/{of}": weight
+        f"{name}/{of}": to_buffer(weight)
         for name in CASES
         for of, weight in open_checkpoint(folder / name).load(configs[name], DType.float32).items()
     }

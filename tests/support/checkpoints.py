@@ -86,15 +86,14 @@ def bits(tensor):
     return tensor.contiguous().view(torch.int32 if tensor.element_size() == 4 else torch.int16).numpy()
 
 
-def to_torch(buffer):
-    kind = DType.int32 if buffer.dtype == DType.float32 else DType.int16
-    return torch.from_numpy(buffer.view(kind, buffer.shape).to_numpy().copy()).view(TORCH[buffer.dtype])
+def to_torch(array):
+    return torch.from_numpy(array.view(f"i{array.itemsize}").copy()).view(getattr(torch, array.dtype.name))
 
 
-def assert_same(buffers, tensors):
-    """The loaded Buffers hold the bits of the torch tensors; one NaN is as good as another."""
+def assert_same(arrays, tensors):
+    """The loaded arrays hold the bits of the torch tensors; one NaN is as good as another."""
     for name, tensor in tensors.items():
-        got = to_torch(buffers[name])
+        got = to_torch(arrays[name])
         nan = got.isnan().numpy()
         assert np.array_equal(nan, tensor.isnan()), name
         np.testing.assert_array_equal(bits(got)[~nan], bits(tensor)[~nan], err_msg=name)

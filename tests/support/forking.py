@@ -1,8 +1,8 @@
 """A program that runs attention in child processes: `python forking.py WHEN HOW...`, for `test_forks.py`.
 
 WHEN is what the parent has done before: "fresh" (imported the package), "planned", "ran", "operated" (a torch operator
-on two threads of OpenMP), or "started" (MAX, as a graph does). Each HOW starts a child. A line is printed for each: what
-the child's run gave, its sum or the name and the text of its error.
+on two threads of OpenMP), or "started" (MAX, as a graph does). Each HOW starts a child, and has a line: what its
+run gave, its sum or the name and the text of its error.
 """
 
 import multiprocessing

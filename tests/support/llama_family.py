@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from max.dtype import DType
 
-from paged_kv.arrays.host import to_numpy
 from paged_kv.engine.model import DecoderModel
 from paged_kv.kv_formats import KVFormat
 
@@ -42,14 +41,14 @@ def load_family(members: dict[str, Member]) -> dict[str, DecoderModel]:
 
 def poison(model: DecoderModel) -> None:
     """Fills every page and state with NaN: whatever reads a slot that was not written shows."""
-    for buffer in model._states:
-        to_numpy(buffer)[...] = float("nan")
+    for states in model._states:
+        states[...] = float("nan")
     for cache in {id(cache): cache for cache in (model._cache(windows=False), model._cache(windows=True))}.values():
-        if not cache.device.is_host:
+        if not isinstance(cache, np.ndarray):
             blocks = torch.from_dlpack(cache)
             blocks.fill_(float("nan") if model.kv_format is None else torch.iinfo(blocks.dtype).max)
             torch.cuda.synchronize()
         elif model.kv_format is None:
-            to_numpy(cache)[...] = float("nan")
+            cache[...] = float("nan")
         else:
-            to_numpy(cache).view(np.uint8)[...] = 255  # scales of bits that are all set are NaN too
+            cache.view(np.uint8)[...] = 255  # scales of bits that are all set are NaN too

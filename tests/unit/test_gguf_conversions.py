@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from max.dtype import DType
 
-from paged_kv.arrays.host import to_numpy
 from paged_kv.checkpoint.gguf_families import GGUF_FAMILIES
 from paged_kv.checkpoint.source import open_source
 from paged_kv.errors import CheckpointError
@@ -42,7 +41,7 @@ def flat(value, name=""):
 def weights(source):
     """By names, as float32; gate and up are one, as most checkpoints have those of experts."""
     at = f".{source.config.mlp}."
-    found = {name.replace(at, ".mlp."): to_numpy(buffer) for name, buffer in source.load(DType.float32).items()}
+    found = {name.replace(at, ".mlp."): array for name, array in source.load(DType.float32).items()}
     for name in [name for name in found if ".gate_proj." in name]:
         parts = [found.pop(name), found.pop(name.replace(".gate_proj.", ".up_proj."))]
         found[name.replace(".gate_proj.", ".gate_up_proj.")] = np.concatenate(parts, int(".experts." in name))

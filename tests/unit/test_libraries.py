@@ -223,7 +223,8 @@ def test_what_is_missing_is_built_together(compiler, folder, monkeypatch):
     assert len(compiler.given) == len([*(folder / "loaded").glob("*.so")]) == 2
 
 
-def test_what_is_loaded_is_not_looked_for_again(compiler, monkeypatch):
+@pytest.mark.usefixtures("compiler")
+def test_what_is_loaded_is_not_looked_for_again(monkeypatch):
     attend()
     monkeypatch.setattr(module, "_there", None)
     module.load([Kernel("attention", ("bfloat16", "int8", "bfloat16"))])

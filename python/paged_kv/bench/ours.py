@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from max.dtype import DType
 
-from paged_kv.arrays.host import to_buffer, to_numpy
 from paged_kv.arrays.pages import Pages
 from paged_kv.bench.case_kinds import Case, StepCase, named
 from paged_kv.bench.peers.base import Peer, repeat
@@ -174,12 +173,13 @@ class OursStep(Ours):
 
         case = problem.case
         owned = [-(-(case.context + case.tokens) // case.page_size)] * case.batch
-        weights = {name: to_buffer(array) for name, array in problem.weights.items()}
         dtype, pages = DType[case.dtype], sum(owned)
-        self._model = DecoderModel(self._config(case), weights, dtype=dtype, num_pages=pages, page_size=case.page_size)
+        self._model = DecoderModel(
+            self._config(case), problem.weights, dtype=dtype, num_pages=pages, page_size=case.page_size
+        )
         table = page_table(owned, np.random.default_rng(1))
         # [pages, 2, layers, page_size, Hk, D]
-        blocks = bits(to_numpy(self._model._blocks))
+        blocks = bits(np.asarray(self._model.blocks))
         blocks[:] = 0
         whole = case.context // case.page_size
         for request, row in enumerate(table):

@@ -16,7 +16,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
-from max.driver import Buffer
 from max.dtype import DType
 
 from paged_kv.arguments import printable
@@ -119,8 +118,8 @@ class GgufCheckpoint:
         dtype = {"BF16": "bfloat16", "F16": "float16"}.get(query.encoding if query else "", "float32")
         return replace(config, encodings=tuple(encodings), float32_activations=bool(encodings), dtype=dtype)
 
-    def load(self, config: DecoderConfig, dtype: DType, progress: OnProgress | None = None) -> dict[str, Buffer]:
-        """Every tensor of `expected_tensors(config)` as a host Buffer, ready for `weights_registry`.
+    def load(self, config: DecoderConfig, dtype: DType, progress: OnProgress | None = None) -> dict[str, np.ndarray]:
+        """Every tensor of `expected_tensors(config)` as an array, of the map of the file where it is stored so.
 
         Those of `config.encodings` are uint8 `[N, bytes of a row]`, the others of `dtype`.
 
@@ -133,18 +132,18 @@ class GgufCheckpoint:
         self._check_shapes(expected, tensors)
         quantised = dict(config.encodings)
         done, total = 0, sum(tensor.data.size for tensor in tensors.values())
-        buffers = {}
+        arrays = {}
         for name, tensor in tensors.items():
             with file_errors(f"{self.header.file}: tensor {printable(tensor.name)}"):
                 if name in quantised:
-                    buffers[name] = Buffer.from_numpy(self._rows(name, self._blocks(tensor, quantised[name]), config))
+                    arrays[name] = np.ascontiguousarray(self._rows(name, self._blocks(tensor, quantised[name]), config))
                 else:
                     kind = weight_dtype(name, dtype)
-                    buffers[name] = self._floats(name, tensor, kind, config).view(kind, expected[name])
+                    arrays[name] = self._floats(name, tensor, kind, config).reshape(expected[name])
             done += tensor.data.size
             if progress is not None:
                 progress(done, total)
-        return buffers
+        return arrays
 
     def _tensor(self, name: str) -> GgufTensor:
         """The tensor that Hugging Face calls `name`, in an encoding that is loaded."""
@@ -220,7 +219,7 @@ class GgufCheckpoint:
         half = config.head_dim // 2
         return np.ascontiguousarray(data.reshape(-1, half, 2, data[0].size).swapaxes(1, 2)).reshape(data.shape)
 
-    def _floats(self, name: str, tensor: GgufTensor, dtype: DType, config: DecoderConfig) -> Buffer:
+    def _floats(self, name: str, tensor: GgufTensor, dtype: DType, config: DecoderConfig) -> np.ndarray:
         # One row an element where the tensor is a vector, for `_rows`.
         values = tensor.data.view(_FLOATS[tensor.encoding]).reshape(tensor.shape)
         values = self._rows(name, values.view(np.uint8).reshape(len(values), -1), config).view(values.dtype)
@@ -234,9 +233,7 @@ class GgufCheckpoint:
             if not np.isfinite(values).all():
                 raise CheckpointError(f"{self.header.file}: tensor {tensor.name}: numbers below zero are expected")
         with np.errstate(over="ignore"):  # a float16 that overflows to infinity is what the cast means
-            values = np.ascontiguousarray(values.astype(numpy_dtype(dtype), copy=False))
-        # NumPy's DLPack does not know bfloat16: its bytes are passed as uint8.
-        return Buffer.from_numpy(values.reshape(-1).view(np.uint8)).view(dtype, tensor.shape)
+            return np.ascontiguousarray(values.astype(numpy_dtype(dtype), copy=False))
 
 
 def _is_folded(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> bool:

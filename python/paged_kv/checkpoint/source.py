@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import tokenizers
-from max.driver import Buffer
 from max.dtype import DType
 from max.graph import DeviceRef
 
@@ -61,8 +61,8 @@ class Source:
             return self
         return replace(self, config=replace(self.config, encodings=()))
 
-    def load(self, dtype: DType, progress: OnProgress | None = None) -> dict[str, Buffer]:
-        """Every weight of the model as a host Buffer, ready for `weights_registry`.
+    def load(self, dtype: DType, progress: OnProgress | None = None) -> dict[str, np.ndarray]:
+        """Every weight of the model as an array, by the name that the step has for it.
 
         Those that are quantised stay in their blocks. The others are of `dtype`, and float32 beside quantised ones.
 

@@ -1,9 +1,8 @@
-"""Safetensors in: a memory-mapped checkpoint whose tensors MAX reads in place, converted only where the dtype differs.
+"""Safetensors in: a memory-mapped checkpoint whose tensors are read in place, converted only where the dtype differs.
 
-MAX does not copy what it gets as `weights_registry`, so a weight that is handed over as a view of the memory map is
-held once, in pages that the system can drop and read again. Only the rare tensor that is not aligned to its dtype,
-every tensor whose dtype differs from the requested one, and what is stacked for one op (experts, heads of latent
-attention) become copies in memory.
+A weight that is a view of the memory map is held once, in pages that the system can drop and read again. Only the rare
+tensor that is not aligned to its dtype, every tensor whose dtype differs from the requested one, and what is stacked
+for one op (experts, heads of latent attention) become copies in memory.
 """
 
 from __future__ import annotations
@@ -14,15 +13,14 @@ import os
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from mmap import ACCESS_COPY, mmap
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
-from max.driver import Buffer
 from max.dtype import DType
-from max.graph.weights import SafetensorWeights
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from safetensors import SafetensorError, safe_open
@@ -136,12 +134,12 @@ class Checkpoint:
                 found.append((name, encoding))
         return tuple(found)
 
-    def load(self, config: DecoderConfig, dtype: DType, progress: OnProgress | None = None) -> dict[str, Buffer]:
-        """Every weight of `expected_tensors(config)` as a host Buffer of `dtype`, ready for `weights_registry`; those
-        of `config.encodings` are uint8, `[..., bytes of a row]`.
+    def load(self, config: DecoderConfig, dtype: DType, progress: OnProgress | None = None) -> dict[str, np.ndarray]:
+        """Every weight of `expected_tensors(config)` as an array of `dtype`; those of `config.encodings` are uint8,
+        `[..., bytes of a row]`.
 
         Those of `assembled_tensors(config)` are put together in memory from the files' tensors.
-        A Buffer keeps the memory behind it alive: the map of its file, or its own copy. Do not write to it.
+        An array keeps the memory behind it alive: the map of its file, or its own copy. Do not write to it.
         Of the file's other tensors, `rotary_emb.inv_freq` (older checkpoints), `lm_head.weight` with tied embeddings,
         those of `config.draft_layers` and `unused_tensors` are ignored; any other one means that the model is not the
         one that would be computed.
@@ -164,27 +162,28 @@ class Checkpoint:
         done, total = 0, sum(sizes.values())
         in_files = [name for name in expected if name not in assembled and name not in packed]
         with file_errors(self.folder):
-            maps = SafetensorWeights(sorted({self.tensors[name].file for name in in_files}))
-        buffers = {}
+            maps = {file: _map(file) for file in sorted({self.tensors[name].file for name in in_files})}
+        arrays = {}
         for name, shape in expected.items():
             with file_errors(f"{self.folder}: tensor {printable(name)}"):
                 if name in assembled:
-                    buffers[name] = self._assemble(shape, assembled[name], dtype, packed, encodings.get(name))
+                    arrays[name] = self._assemble(shape, assembled[name], dtype, packed, encodings.get(name))
                 elif name in packed and name in encodings:
-                    buffers[name] = _buffer(self._in_blocks(name, packed[name], encodings[name]), DType.uint8)
+                    arrays[name] = np.ascontiguousarray(self._in_blocks(name, packed[name], encodings[name]))
                 elif name in packed:
                     with np.errstate(over="ignore"):
                         values = self._dequantised(name, packed[name]).astype(numpy_dtype(dtype))
-                    buffers[name] = _buffer(values, dtype)
+                    arrays[name] = np.ascontiguousarray(values)
                 else:
                     stored, kind = self.tensors[name], weight_dtype(name, dtype)
-                    view = maps[stored.name].data().to_buffer()
-                    in_place = DTYPES[stored.dtype] == kind and _address(view) % kind.align == 0
-                    buffers[name] = (view if in_place else _copy(stored, kind)).view(kind, shape)
+                    view = maps[stored.file][stored.name]
+                    in_place = DTYPES[stored.dtype] == kind and view.ctypes.data % kind.align == 0
+                    values = view.view(numpy_dtype(kind)) if in_place else _copy(stored, kind)
+                    arrays[name] = values.reshape(shape)
             done += sizes[name]
             if progress is not None:
                 progress(done, total)
-        return buffers
+        return arrays
 
     def _packed(self, expected: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
         """The shapes of the weights that are quantised, after their tensors' headers were found in order."""
@@ -240,7 +239,7 @@ class Checkpoint:
         dtype: DType,
         packed: Mapping[str, tuple[int, int]],
         encoding: Encoding | None,
-    ) -> Buffer:
+    ) -> np.ndarray:
         """A weight from rows of several tensors, in memory of its own; the files are read and not mapped meanwhile."""
         if encoding is not None:
             shape, dtype = (*shape[:-1], row_bytes(encoding, shape[-1])), DType.uint8
@@ -270,7 +269,7 @@ class Checkpoint:
                     result[index, first:half], result[index, half : first + len(rows)] = rows[0::2], rows[1::2]
                 else:
                     result[index, first : first + len(rows)] = rows
-        return _buffer(whole, dtype)
+        return whole
 
     def _read(self, piece: TensorPart, name: str, opened: Mapping[Path, Any]) -> npt.NDArray[Any]:
         """The rows of a tensor that a part names, as the file has them."""
@@ -461,9 +460,17 @@ def _promised_bytes(file: Path) -> int | None:
         return None
 
 
-def _address(view: Buffer) -> int:
-    # NumPy's DLPack does not know bfloat16; Buffer.to_numpy may copy.
-    return int(np.from_dlpack(view.view(DType.uint8, (view.num_elements * view.element_size,))).ctypes.data)
+def _map(file: Path) -> dict[str, npt.NDArray[np.uint8]]:
+    """The bytes of each tensor of a file whose header is in order, in its memory map: private and writable, since MAX
+    copies what is read-only.
+    """
+    with open_regular(file) as opened:
+        mapped = np.frombuffer(mmap(opened.fileno(), 0, access=ACCESS_COPY), np.uint8)
+    start = 8 + int.from_bytes(mapped[:8].tobytes(), "little")
+    header = json.loads(mapped[8:start].tobytes())
+    header.pop("__metadata__", None)
+    places = {name: entry["data_offsets"] for name, entry in header.items()}
+    return {name: mapped[start + first : start + end] for name, (first, end) in places.items()}
 
 
 def _values(stored: StoredTensor) -> np.ndarray:
@@ -472,14 +479,10 @@ def _values(stored: StoredTensor) -> np.ndarray:
         with safe_open(stored.file, framework="np", backend="pread") as opened:
             values: np.ndarray = opened.get_tensor(stored.name)
         return values
-    with open_regular(stored.file) as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        first, end = json.loads(opened.read(length))[stored.name]["data_offsets"]
-        opened.seek(8 + length + first)
-        return np.frombuffer(opened.read(end - first), FLOAT8[stored.dtype]).reshape(stored.shape)
+    return _map(stored.file)[stored.name].view(FLOAT8[stored.dtype]).reshape(stored.shape)
 
 
-def _copy(stored: StoredTensor, dtype: DType) -> Buffer:
+def _copy(stored: StoredTensor, dtype: DType) -> np.ndarray:
     """The tensor in memory of its own, rounded to `dtype`. The file is read by blocks and not mapped meanwhile."""
     result = np.empty(stored.shape, numpy_dtype(dtype))
     row_bytes = math.prod(stored.shape[1:]) * DTYPES[stored.dtype].size_in_bytes
@@ -490,9 +493,4 @@ def _copy(stored: StoredTensor, dtype: DType) -> Buffer:
         for start in range(0, stored.shape[0], rows):
             stop = min(start + rows, stored.shape[0])
             result[start:stop] = source[start:stop]
-    return _buffer(result, dtype)
-
-
-def _buffer(array: np.ndarray, dtype: DType) -> Buffer:
-    # NumPy's DLPack does not know bfloat16: its bytes are passed as uint8.
-    return Buffer.from_numpy(array.reshape(-1).view(np.uint8)).view(dtype, array.shape)
+    return result

@@ -51,7 +51,6 @@ def demo(device: str, **options: Any) -> int:
 
     Options of sampling are those of the parallel samples, part 2.
     """
-    from paged_kv.arrays.host import to_numpy
     from paged_kv.checkpoint.config import load_config
     from paged_kv.engine.demo_model import FOLDER
     from paged_kv.engine.engine import Engine
@@ -89,10 +88,9 @@ def demo(device: str, **options: Any) -> int:
     click.echo(f"   Texts that are the same: {same} of {len(alike.texts)}.\n")
 
     click.echo("4. The tokens of part 1 against a recompute in NumPy, without pages and without a cache\n")
-    weights = {name: to_numpy(buffer) for name, buffer in model.weights.items()}
     equal = count = 0
     for prompt, new in zip(alike.prompts, alike.tokens.values(), strict=True):
-        logits = recompute(config, weights, [*prompt, *new[:-1]])[len(prompt) - 1 :]  # [new tokens, vocab]
+        logits = recompute(config, model.weights, [*prompt, *new[:-1]])[len(prompt) - 1 :]  # [new tokens, vocab]
         equal += sum(int(row.argmax()) == token for row, token in zip(logits, new, strict=True))
         count += len(new)
     click.echo(f"   paged tokens equal to those of a recompute without a cache: {equal} of {count}")

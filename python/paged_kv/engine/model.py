@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from max.driver import CPU, Buffer, Device
@@ -40,6 +40,8 @@ from paged_kv.runtime.session import Runtime, default_runtime
 from paged_kv.runtime.step_profile import StepProfile
 
 logger = logging.getLogger("paged_kv.engine")
+Storage: TypeAlias = np.ndarray | Buffer
+"""The pages of a model: an array in the host's memory, or a Buffer on a GPU."""
 
 LEAST_STATES = 16
 """Slots of state of a hybrid model, unless it is told otherwise: a request has one or two."""
@@ -51,7 +53,7 @@ class DecoderModel:
     def __init__(
         self,
         config: DecoderConfig,
-        weights: Mapping[str, Any],
+        weights: Mapping[str, np.ndarray],
         *,
         dtype: DType,
         num_pages: int,
@@ -97,13 +99,14 @@ class DecoderModel:
         self.kv_format = kv_format
         check_kv_format(kv_format)
         runtime = runtime or default_runtime()
-        self._device = runtime.driver_device
+        self._gpu = runtime.driver_device if runtime.device.is_gpu() else None
         step = StepGraph.of(config, dtype, kv_format)
         self.geometry = step.geometry
-        new_cache = partial(_new_cache, config, page_size, dtype, kv_format, self._device)
+        new_cache = partial(_new_cache, config, page_size, dtype, kv_format, self._gpu)
+        self._element_bytes = cache_dtype(dtype, kv_format).size_in_bytes
         self._blocks = new_cache(num_pages)
         self.num_window_pages = 0
-        self._window_blocks: Buffer | None = None
+        self._window_blocks: Storage | None = None
         if config.windows_apart:
             least = min(num_pages, least_window_pages(config.longest_window, page_size))
             count = num_pages if num_window_pages is None else num_window_pages
@@ -111,7 +114,7 @@ class DecoderModel:
             self._window_blocks = new_cache(self.num_window_pages, windows=True)
         self.num_states = 0
         if config.recurrence is not None:
-            if not self._device.is_host:
+            if self._gpu is not None:
                 raise ContractError("runtime: a model with recurrent layers runs on the CPU alone")
             usual = default_states(num_pages, self.page_bytes, decoder.state_bytes(config))
             self.num_states = usual if num_states is None else integer("num_states", num_states, 2)
@@ -119,7 +122,7 @@ class DecoderModel:
         self._keys = step.keys(runtime.architecture)
         self._profiles: tuple[StepProfile, StepProfile] | None = None
         self._program: Program | None = None
-        if self._device.is_host:
+        if self._gpu is None:
             try:
                 self._program = step.program(weights, self._input_buffers())
             except UnknownGraph as unknown:
@@ -129,18 +132,22 @@ class DecoderModel:
                 runtime.session,
                 self._keys,
                 lambda module, _: step.build(module, runtime.device),
-                weights=weights,
+                weights=self.buffers_of_weights(),
                 on_compile=on_compile,
             )
             self._model: Model = models[decoder.STEP]
 
+    def buffers_of_weights(self) -> dict[str, Buffer]:
+        """The weights as MAX takes them; their memory is not copied."""
+        return {name: to_buffer(weight) for name, weight in self.weights.items()}
+
     def _input_buffers(self) -> list[np.ndarray | None]:
         """For each input of the step's graph the storage that it is, or None."""
-        inputs: list[np.ndarray | None] = [None] * 4 + [to_numpy(self._blocks)]
+        inputs: list[Any] = [None] * 4 + [self._blocks]
         if self._window_blocks is not None:
-            inputs += [None, to_numpy(self._window_blocks)]
+            inputs += [None, self._window_blocks]
         if self._states:
-            inputs += [None] * 4 + [to_numpy(buffer) for buffer in self._states]
+            inputs += [None] * 4 + self._states
         return [*inputs, None]
 
     @classmethod
@@ -184,28 +191,28 @@ class DecoderModel:
         )
 
     @property
-    def blocks(self) -> Buffer:
-        """The storage of the pages: `[pages, 2, layers, page_size, Hk, D]`, or what `decoder.cache_shape` says."""
+    def blocks(self) -> Storage:
+        """The storage of the pages: `[pages, 2, layers, page_size, Hk, D]`, or what `decoder.cache_shape` says: an
+        array on the host, a Buffer on a GPU.
+        """
         return self._blocks
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page: K and V of all layers, or their latents; without the layers that have pages apart."""
-        return self._blocks.num_elements * self._blocks.dtype.size_in_bytes // max(self.num_pages, 1)
+        return math.prod(self.page_kind[1]) * self._element_bytes
 
     @property
     def window_page_bytes(self) -> int:
         """Bytes of one page of the layers with windows; 0 where they have none of their own."""
-        return (
-            0 if self._window_blocks is None else math.prod(self.window_page_kind[1]) * self._blocks.dtype.size_in_bytes
-        )
+        return 0 if self._window_blocks is None else math.prod(self.window_page_kind[1]) * self._element_bytes
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the weights and of the geometry, in hexadecimal: some 0.6 s a gigabyte, once."""
         found = hashlib.sha256(f"{self.geometry} {self.page_kind[0]}".encode())
         for name in sorted(self.weights):
-            array = to_numpy(self.weights[name])
+            array = self.weights[name]
             found.update(f"{name} {array.dtype} {array.shape}".encode())
             found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         return found.hexdigest()
@@ -228,29 +235,27 @@ class DecoderModel:
     def read_pages(self, pages: Sequence[int], *, windows: bool = False) -> Bits:
         """The bits of some pages, or of some of the layers with windows, as unsigned integers, `[n, ...]`."""
         cache = self._cache(windows)
-        if self._device.is_host:
-            blocks = to_numpy(cache)
-            return blocks.view(f"u{blocks.dtype.itemsize}")[list(pages)]
+        if isinstance(cache, np.ndarray):
+            return cache.view(f"u{cache.dtype.itemsize}")[list(pages)]
         rows = [to_numpy(_page(cache, page).to(CPU())) for page in pages]
         return np.concatenate([row.view(f"u{row.dtype.itemsize}") for row in rows])
 
     def write_pages(self, pages: Sequence[int], bits: Bits, *, windows: bool = False) -> None:
         """Replaces some pages by what `read_pages` gave."""
         cache = self._cache(windows)
-        if self._device.is_host:
-            to_numpy(cache).view(bits.dtype)[list(pages)] = bits
+        if isinstance(cache, np.ndarray):
+            cache.view(bits.dtype)[list(pages)] = bits
             return
         for page, row in zip(pages, bits, strict=True):
             one = to_buffer(np.ascontiguousarray(row[None]).view(numpy_dtype(cache.dtype)))
-            _page(cache, page).inplace_copy_from(one.to(self._device))
-            self._device.synchronize()  # the copy is enqueued, and its source ends here
+            _page(cache, page).inplace_copy_from(one.to(cache.device))
+            cache.device.synchronize()  # the copy is enqueued, and its source ends here
 
     def copy_page(self, source: int, target: int, *, windows: bool = False) -> None:
         """Copies a page in place, K and V of all its layers."""
         cache = self._cache(windows)
-        if self._device.is_host:  # at once: MAX's own copy would only be enqueued
-            blocks = to_numpy(cache)
-            blocks[target] = blocks[source]
+        if isinstance(cache, np.ndarray):
+            cache[target] = cache[source]
         else:
             _page(cache, target).inplace_copy_from(_page(cache, source))
 
@@ -261,18 +266,18 @@ class DecoderModel:
 
     def read_states(self, slots: Sequence[int]) -> Bits:
         """The bits of some slots of state as unsigned integers, `[n, state_size]`."""
-        parts = [to_numpy(buffer).view(np.uint32)[list(slots)] for buffer in self._states]
+        parts = [states.view(np.uint32)[list(slots)] for states in self._states]
         return np.concatenate([part.reshape(len(slots), -1) for part in parts], axis=1)
 
     def write_states(self, slots: Sequence[int], bits: Bits) -> None:
         """Replaces some slots of state by what `read_states` gave."""
         first = 0
-        for buffer in self._states:
-            states = to_numpy(buffer).view(np.uint32)
-            states[list(slots)] = bits[:, first : first + states[0].size].reshape(len(slots), *states.shape[1:])
+        for states in self._states:
+            new = bits[:, first : first + states[0].size].reshape(len(slots), *states.shape[1:])
+            states.view(np.uint32)[list(slots)] = new
             first += states[0].size
 
-    def _cache(self, windows: bool) -> Buffer:
+    def _cache(self, windows: bool) -> Storage:
         """The storage of one kind of pages."""
         return self._window_blocks if windows and self._window_blocks is not None else self._blocks
 
@@ -320,15 +325,19 @@ class DecoderModel:
         if self._program is not None:
             if self._profiles is not None:
                 self._program.profile = self._profiles[any(len(each) > 1 for each in tokens)]
-            return self._program.run([value for value in values if isinstance(value, np.ndarray)])[0]
+            return self._program.run(self.brought(values))[0]
         arguments = [to_buffer(value) for value in values]
-        if self._device.is_host:
-            return execute(self._model.execute, *arguments)[0].to_numpy()
-        caches = (self._blocks, self._window_blocks)
-        arguments = [
-            value if any(value is cache for cache in caches) else value.to(self._device) for value in arguments
-        ]
+        if self._gpu is not None:
+            caches = (self._blocks, self._window_blocks)
+            arguments = [
+                value if any(value is cache for cache in caches) else value.to(self._gpu) for value in arguments
+            ]
         return execute(self._model.execute, *arguments)[0].to(CPU()).to_numpy()
+
+    def brought(self, inputs: Sequence[np.ndarray | Buffer]) -> list[np.ndarray]:
+        """Those inputs of a step that are others in each step: without the pages and states of this model."""
+        storage = {id(each) for each in (self._blocks, self._window_blocks, *self._states)}
+        return [each for each in inputs if isinstance(each, np.ndarray) and id(each) not in storage]
 
     def profile_steps(self) -> tuple[StepProfile, StepProfile]:
         """Notes the times of all steps from now on: of those of one token a request, and of all others.
@@ -373,10 +382,10 @@ def _page(cache: Buffer, page: int) -> Buffer:
     return cache[(slice(page, page + 1), *[slice(None)] * (cache.rank - 1))]
 
 
-def _new_states(shape: Sequence[int | str]) -> Buffer:
-    """A buffer of states, not yet written to."""
+def _new_states(shape: Sequence[int | str]) -> np.ndarray:
+    """Memory for states, not yet written to."""
     try:
-        return to_buffer(np.empty([int(size) for size in shape], np.float32))
+        return np.empty([int(size) for size in shape], np.float32)
     except (MemoryError, ValueError, OverflowError):
         size = shown(4 * math.prod(map(int, shape)))
         raise ContractError(f"num_states: {shape[0]} states take {size} bytes: more than there are") from None
@@ -402,18 +411,16 @@ def _new_cache(
     page_size: int,
     dtype: DType,
     kv_format: KVFormat | None,
-    device: Device,
+    gpu: Device | None,
     num_pages: int,
     *,
     windows: bool = False,
-) -> Buffer:
+) -> Storage:
     """The storage of the pages, not yet written to."""
     shape = [int(size) for size in decoder.cache_shape(config, num_pages, page_size, kv_format, windows=windows)]
     dtype = cache_dtype(dtype, kv_format)
     try:
-        if not device.is_host:
-            return Buffer(dtype, shape, device)
-        return to_buffer(np.empty(shape, numpy_dtype(dtype)))
+        return np.empty(shape, numpy_dtype(dtype)) if gpu is None else Buffer(dtype, shape, gpu)
     except (MemoryError, ValueError, OverflowError, RuntimeError):  # sizes that no array can have
         size = shown(math.prod(shape) * dtype.size_in_bytes)
         pages = f"{shown(num_pages)} pages of {shown(page_size)} tokens"

@@ -13,7 +13,6 @@ from max.dtype import DType
 from max.graph import DeviceRef, KernelLibrary, Module
 
 from paged_kv.arrays.dtypes import numpy_dtype
-from paged_kv.arrays.host import to_numpy
 from paged_kv.checkpoint.config import load_config
 from paged_kv.checkpoint.source import open_source
 from paged_kv.engine.demo_model import FOLDER
@@ -58,7 +57,7 @@ class StepGraph:
         """Adds the graph to `module`."""
         decoder.build_step(self.geometry, self.dtype, module, device, kv_format=self.kv_format)
 
-    def program(self, weights: Mapping[str, Any], buffers: Sequence[np.ndarray | None]) -> Program:
+    def program(self, weights: Mapping[str, np.ndarray], buffers: Sequence[np.ndarray | None]) -> Program:
         """The step as a program for this CPU.
 
         Args:
@@ -70,7 +69,7 @@ class StepGraph:
             ToolchainError: as `libraries.load`.
         """
         graph = self._read(buffers)
-        return Program(graph, {name: to_numpy(weights[name]) for name in graph.weights}, buffers)
+        return Program(graph, {name: weights[name] for name in graph.weights}, buffers)
 
     def kernels(self) -> list[Kernel]:
         """The kernels that the program calls. Raises `UnknownGraph` as `program` does."""
@@ -145,7 +144,7 @@ def compile_checkpoint(
     source = open_source(checkpoint).on(runtime.device)
     config = with_windows_apart(with_cache_rotation(source.config, cache_rotation))
     step = StepGraph.of(config, DType.bfloat16 if (dtype or config.dtype) == "bfloat16" else DType.float32, kv_format)
-    if runtime.driver_device.is_host:
+    if runtime.device.is_cpu():
         try:
             kernels = step.kernels()
         except UnknownGraph as unknown:

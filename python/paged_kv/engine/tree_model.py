@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from max.driver import CPU, Buffer
@@ -11,7 +12,7 @@ from max.engine import Model
 from max.graph import KernelLibrary, Module
 
 from paged_kv.arguments import integer
-from paged_kv.arrays.host import to_buffer, to_numpy
+from paged_kv.arrays.host import to_buffer
 from paged_kv.engine.model import DecoderModel
 from paged_kv.engine.step import StepGraph, read
 from paged_kv.errors import ContractError, ShapeError
@@ -117,23 +118,25 @@ class TreeModel:
         runtime = runtime or default_runtime()
         step = StepGraph(model.geometry, model.dtype, model.kv_format)
         keys, build = tree_graphs(step, runtime, draft_layers=draft_layers, largest_tree=largest_tree)
-        self._device = runtime.driver_device
+        self._gpu = runtime.driver_device if runtime.device.is_gpu() else None
         self._programs: dict[str, Program] = {}
         self._models: dict[str, Model] = {}
-        if self._device.is_host:
+        if self._gpu is None:
             try:
                 self._programs = {name: self._program(name, build) for name in keys}
             except UnknownGraph as unknown:
                 logger.info("steps of trees are compiled by MAX: %s", unknown)
         if not self._programs:
-            self._models = load_graphs(runtime.session, keys, build, weights=model.weights, on_compile=on_compile)
+            self._models = load_graphs(
+                runtime.session, keys, build, weights=model.buffers_of_weights(), on_compile=on_compile
+            )
 
     def _program(self, name: str, build: Callable[..., None]) -> Program:
-        buffers: list[np.ndarray | None] = [None] * 4 + [to_numpy(self.model.blocks)]
+        buffers: list[Any] = [None] * 4 + [self.model.blocks]
         if name != _MOVES:
             buffers.append(None)
         graph = read(lambda module, library: build(module, [name], library), buffers)
-        return Program(graph, {each: to_numpy(self.model.weights[each]) for each in graph.weights}, buffers)
+        return Program(graph, {each: self.model.weights[each] for each in graph.weights}, buffers)
 
     def step(
         self,
@@ -191,8 +194,8 @@ class TreeModel:
 
     def _execute(self, name: str, arguments: Sequence[np.ndarray | Buffer]) -> list[np.ndarray]:
         if self._programs:
-            return self._programs[name].run([each for each in arguments if isinstance(each, np.ndarray)])
+            return self._programs[name].run(self.model.brought(arguments))
         buffers = [to_buffer(argument) for argument in arguments]
-        if not self._device.is_host:
-            buffers = [buffer if buffer is self.model.blocks else buffer.to(self._device) for buffer in buffers]
+        if self._gpu is not None:
+            buffers = [buffer if buffer is self.model.blocks else buffer.to(self._gpu) for buffer in buffers]
         return [result.to(CPU()).to_numpy() for result in execute(self._models[name].execute, *buffers)]

@@ -16,6 +16,7 @@ from max.pipelines.lib import ModelInputs, ModelOutputs
 from max.pipelines.lib.graph_specs import GraphRole, GraphSpec, compile_graphs
 from max.pipelines.lib.interfaces.batch_processor import ragged_kv_symbolic_input_tree
 
+from paged_kv.arrays.host import to_buffer
 from paged_kv.errors import ContractError
 from paged_kv.graphs.ops import kernels
 from paged_kv.max_serve.config import ServedConfig
@@ -97,5 +98,5 @@ class ServedModel(LlamaModelBase):
     def _load_state_dict(self) -> dict[str, Any]:
         """The weights, kept where MAX's own way to compile looks for them."""
         config = self.arch_config_as(ServedConfig)
-        self.state_dict = dict(config.source.load(config.dtype))
+        self.state_dict = {name: to_buffer(array) for name, array in config.source.load(config.dtype).items()}
         return self.state_dict
