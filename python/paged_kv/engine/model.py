@@ -299,9 +299,8 @@ class DecoderModel:
 
         Raises:
             ContractError: a token is not in the vocabulary; a count is out of range.
-            ToolchainError: this process was forked off one in which MAX ran.
+            ToolchainError: MAX runs the step, and this process was forked off one in which it ran.
         """
-        check_not_forked()
         self.check_tokens(tokens)
         inputs = step_inputs(tokens, cache_lengths, pages, self._blocks)
         wanted = (inputs.row_offsets[1:] - 1).astype(np.int32)
@@ -321,6 +320,7 @@ class DecoderModel:
             if self._profiles is not None:
                 self._program.profile = self._profiles[any(len(each) > 1 for each in tokens)]
             return self._program.run([value for value in values if isinstance(value, np.ndarray)])[0]
+        check_not_forked()
         arguments = [to_buffer(value) for value in values]
         if self._device.is_host:
             return execute(self._model.execute, *arguments)[0].to_numpy()

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from paged_kv.errors import ContractError
+from paged_kv.runtime.forks import renew_in_children
 from paged_kv.runtime.graph_reading import Array, ReadGraph, UnknownGraph, Value, Word
 from paged_kv.runtime.libraries import Kernel, load, refusal
 from paged_kv.runtime.program_ops import Call, Layers, calls_of_all
@@ -65,7 +66,8 @@ class Program:
     def __init__(self, graph: ReadGraph, weights: Mapping[str, Array], buffers: Sequence[Array | None]) -> None:
         self.profile: StepProfile | None = None
         """Notes the times of runs from now on, if there is one."""
-        self._lock = Lock()
+        self._renew_lock()
+        renew_in_children(self, Program._renew_lock)
         self._inputs = [value for value, buffer in zip(graph.inputs, buffers, strict=True) if buffer is None]
         self._outputs = graph.outputs
         self._alive: list[Any] = [weights, buffers]
@@ -91,6 +93,9 @@ class Program:
         self._run = functions[runner.name]
         self._run.argtypes, self._run.restype = [ctypes.c_void_p], ctypes.c_void_p
         self._pack(addresses)
+
+    def _renew_lock(self) -> None:
+        self._lock = Lock()
 
     def _bind(self, graph: ReadGraph, weights: Mapping[str, Array]) -> None:
         """Gives constants and weights their addresses."""
