@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -60,6 +61,12 @@ def finished(engine, numbers, outputs=()):
         at = numbers[output.request], output.sample
         texts[at] = texts.get(at, "") + output.text
     return texts
+
+
+def wait_until_inside(program, stepping):
+    """Waits until another thread is inside a step of a program."""
+    while not program._lock.locked() and not stepping.done():
+        time.sleep(0.001)
 
 
 @pytest.fixture(scope="module")
@@ -142,8 +149,7 @@ def test_a_child_that_is_forked_inside_a_step_computes(engine, alone):
     with ThreadPoolExecutor(1) as pool:
         with between_kernels(program, "usleep", STEP_US):
             stepping = pool.submit(engine.step)
-            while not program._lock.locked():
-                pass
+            wait_until_inside(program, stepping)
             child = os.fork()
             if child:
                 outputs += stepping.result()
@@ -161,8 +167,7 @@ def test_a_model_that_nobody_holds_any_more_ends_its_step(engine, tmp_path):
     step = [[1, 2, 3], [4]], [0, 0], [[0], [1]]
     with ThreadPoolExecutor(1) as pool, between_kernels(made._program, "usleep", STEP_US):
         stepping = pool.submit(made.step, *step)
-        while not program._lock.locked():
-            pass
+        wait_until_inside(program, stepping)
         del made
         shutil.rmtree(tmp_path / "model")
         gc.collect()

@@ -12,6 +12,7 @@ import pytest
 
 from paged_kv.engine import load
 from paged_kv.engine.demo_model import FOLDER
+from support.program_faults import refusing
 from support.served import served
 
 CLIENTS = 32
@@ -140,6 +141,17 @@ def test_a_step_that_raises_ends_its_own_requests(held):
             engine.model.step = lambda *_: (_ for _ in ()).throw(MemoryError)
             list(stream)
         wait_until(lambda: engine.pool.num_used == 0)
+
+
+def test_a_kernel_that_refuses_in_the_middle_of_a_step_ends_its_requests(held):
+    held.may_go.set()
+    with served(held.engine) as server:
+        alone = text(server, "x")
+        with refusing(held.engine.model._program), pytest.raises(openai.InternalServerError) as refused:
+            text(server, "x")
+        assert refused.value.body["message"] == "a step raised ContractError"
+        assert text(server, "x") == alone
+        assert held.engine.pool.num_used == 0
 
 
 def test_an_engine_that_is_gone_is_unhealthy(held, monkeypatch):
