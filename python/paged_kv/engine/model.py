@@ -317,9 +317,9 @@ class DecoderModel:
             of_states = state_inputs(states.sources, states.saves, self._states).flatten()
         values = (*inputs.flatten(), *of_windows, *of_states, wanted)
         if self._program is not None:
-            if self._profiles is not None:
-                self._program.profile = self._profiles[any(len(each) > 1 for each in tokens)]
-            return self._program.run([value for value in values if isinstance(value, np.ndarray)])[0]
+            profiles = self._profiles
+            profile = None if profiles is None else profiles[any(len(each) > 1 for each in tokens)]
+            return self._program.run([value for value in values if isinstance(value, np.ndarray)], profile)[0]
         check_not_forked()
         arguments = [to_buffer(value) for value in values]
         if self._device.is_host:
@@ -331,7 +331,7 @@ class DecoderModel:
         return execute(self._model.execute, *arguments)[0].to(CPU()).to_numpy()
 
     def profile_steps(self) -> tuple[StepProfile, StepProfile]:
-        """Notes the times of all steps from now on: of those of one token a request, and of all others.
+        """Notes the times of all steps until `end_profile`: of those of one token a request, and of all others.
 
         Raises:
             ContractError: MAX runs the steps.
@@ -340,6 +340,10 @@ class DecoderModel:
             raise ContractError("the steps of this model are compiled by MAX: no kernel's time is known")
         self._profiles = self._program.new_profile(), self._program.new_profile()
         return self._profiles
+
+    def end_profile(self) -> None:
+        """Notes no times any more."""
+        self._profiles = None
 
     def check_tokens(self, tokens: Sequence[Sequence[int]]) -> None:
         """Refuses a token that is not in the vocabulary: a graph reads its embedding wherever its id points.
