@@ -342,8 +342,10 @@ class DecoderModel:
         return self._profiles
 
     def end_profile(self) -> None:
-        """Notes no times any more."""
+        """Notes no times any more, once the step that runs has ended."""
         self._profiles = None
+        if self._program is not None:
+            self._program.wait()
 
     def check_tokens(self, tokens: Sequence[Sequence[int]]) -> None:
         """Refuses a token that is not in the vocabulary: a graph reads its embedding wherever its id points.

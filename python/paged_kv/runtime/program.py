@@ -174,6 +174,11 @@ class Program:
                 profile.add(perf_counter_ns() - began, sizes)
         return outputs
 
+    def wait(self) -> None:
+        """Returns when the run in progress, if there is one, has ended."""
+        with self._lock:
+            pass
+
     def new_profile(self) -> StepProfile:
         """One that `run` takes."""
         return StepProfile(self.operations, self.of_call, self._layers.dtype)
