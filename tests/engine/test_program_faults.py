@@ -1,4 +1,4 @@
-"""What goes wrong around a step that is a program: refusals, signals, threads, forks, models that nobody holds."""
+"""Faults around a step that is a program: refusals, signals, threads, forks, models that nobody holds."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""What goes wrong in the middle of a program's step: a kernel that refuses, and what C does between two."""
+"""Faults in the middle of a program's step: a kernel that refuses, and what C does between two."""
 
 import ctypes
 from collections.abc import Iterator

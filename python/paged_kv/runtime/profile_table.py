@@ -46,7 +46,7 @@ def table(profile: StepProfile, copied: float) -> list[str]:
 
 
 def _rate(part: Part, runs: int, copied: float) -> str:
-    """How fast products read their weights and compute; empty of all else."""
+    """The rates at which products read their weights and compute; empty of all else."""
     if not part.weight_bytes:
         return ""
     read, computed = (count / max(part.ns, 1) for count in (part.weight_bytes * runs, part.flops))

@@ -34,7 +34,7 @@ class Part:
     weight_bytes: int = 0
     """Those that a run reads, of products by weights; 0 where it is not known how many."""
     flops: int = 0
-    """Of products by weights, in all runs; 0 where it is not known how many."""
+    """Those of products by weights in all runs; 0 where it is not known how many."""
 
 
 class _Call(NamedTuple):
