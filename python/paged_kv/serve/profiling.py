@@ -1,4 +1,4 @@
-"""An operator's view of where the time of steps goes, while it is asked for: vLLM's routes, which answer with a table."""
+"""The time of an engine's steps while an operator asks for it: vLLM's routes, which answer with a table."""
 
 from __future__ import annotations
 
