@@ -123,9 +123,9 @@ def test_interrupts_at_any_time_change_no_text(engine, alone):
 def test_the_command_ends_when_it_is_interrupted_inside_a_step(monkeypatch, capsys):
     run = Program.run
 
-    def interrupted(program, inputs):
+    def interrupted(program, *arguments):
         with between_kernels(program, "raise", signal.SIGINT):
-            return run(program, inputs)
+            return run(program, *arguments)
 
     monkeypatch.setattr(Program, "run", interrupted)
     assert _run(["generate", "--model", str(FOLDER), "--prompt", "In the", "--max-new-tokens", "5"]) == 130
