@@ -1,8 +1,8 @@
 """Forked processes: a child has none of its parent's threads, and what is given to MAX's waits for ever.
 
 MAX starts its threads with the first device of a process. A child that is forked before has none to miss and starts its
-own; one that is forked later cannot, as it inherits the device. There every call is refused, and C's exit handlers are
-left out, as in the children of `multiprocessing`: MAX's waits for the threads, so the process would never end.
+own; one that is forked later cannot, as it inherits the device. There MAX's calls are refused, and C's exit handlers
+are left out, as in the children of `multiprocessing`: MAX's waits for the threads, so the process would never end.
 
 A lock that another thread held during the fork stays locked in the child, whose copy of that thread nothing runs.
 """

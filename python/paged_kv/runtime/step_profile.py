@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -63,16 +62,17 @@ class StepProfile:
         self.begins = np.zeros(len(of_call) + 1, np.int64)
         """Nanoseconds of a clock at which each call of a run began, and the last one ended."""
         self._ns = np.zeros(len(of_call), np.int64)
-        self._sizes: Counter[str] = Counter()
         layers, read = list(_layers(operations)), [_Call(_name(op), "", *_product(op)) for op in operations]
         self._calls = [read[op]._replace(layer=layers[op]) for op in of_call]
+        self._sizes = dict.fromkeys((call.flops.symbol for call in self._calls if call.flops.coefficient), 0)
 
     def add(self, run_ns: int, sizes: Mapping[str, int]) -> None:
-        """Adds a run, whose times lie in `begins`, and the step's sizes by their symbols."""
+        """Adds a run, whose times lie in `begins`, and whose sizes `sizes` has by their symbols."""
         self.runs += 1
         self.run_ns += run_ns
         self._ns += np.diff(self.begins)
-        self._sizes.update(sizes)
+        for symbol in self._sizes:
+            self._sizes[symbol] += sizes[symbol]
 
     @property
     def kernel_ns(self) -> int:
@@ -94,7 +94,8 @@ class StepProfile:
             part.calls += 1
             part.ns += ns
             part.weight_bytes += call.weight_bytes
-            part.flops += call.flops.constant * self.runs + call.flops.coefficient * self._sizes[call.flops.symbol]
+            part.flops += call.flops.constant * self.runs
+            part.flops += call.flops.coefficient * self._sizes.get(call.flops.symbol, 0)
         return list(parts.values())
 
 
