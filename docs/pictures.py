@@ -49,6 +49,36 @@ MODEL_ARROWS: list[Arrow] = [
     (11, 3, "extend, or free"),
 ]
 
+PROGRAM: list[Box] = [
+    (0, 0, "graph of a step", "graphs/models/", GRAPH),
+    (1, 0, "read once", "runtime/graph_reading.py", PYTHON),
+    (2, 0, "calls of kernels", "runtime/program_ops.py", PYTHON),
+    (3, 0, "a slot for each value", "runtime/program.py", PYTHON),
+    (1, 1, "constants, weights", "and pages, by address", DATA),
+    (2, 1, "a list of numbers", "constant + coefficient * symbol", DATA),
+    (3, 1, "arena", "values, by their lifetimes", DATA),
+    (1, 2, "sizes, inputs", "T, B, N, DecodeInputs", DATA),
+    (2, 2, "one call", "isa/program.mojo", DEVICE),
+    (3, 2, "kernel after kernel", "on a team of threads, isa/team.mojo", DEVICE),
+    (2, 3, "error", "with the op's name", PYTHON),
+    (3, 3, "logits [N, vocab]", "in fresh memory", DATA),
+]
+PROGRAM_ARROWS: list[Arrow] = [
+    (0, 1, ""),
+    (1, 2, "ops"),
+    (2, 3, ""),
+    (1, 4, ""),
+    (2, 5, ""),
+    (3, 6, ""),
+    (4, 5, ""),
+    (6, 5, ""),
+    (5, 8, ""),
+    (7, 8, "a step"),
+    (8, 9, ""),
+    (8, 10, "refused"),
+    (9, 11, "done"),
+]
+
 CALL: list[Box] = [
     (0, 0, "decode.run(q, cache)", "flashinfer/decode.py", PYTHON),
     (1, 0, "check, make operands", "calls/attend.py", PYTHON),
@@ -146,5 +176,6 @@ def connect(axes: Axes, start: Box, end: Box, label: str) -> None:
 if __name__ == "__main__":
     folder = Path(__file__).parent / "pictures"
     draw(MODEL, MODEL_ARROWS, folder / "flow_model.png")
+    draw(PROGRAM, PROGRAM_ARROWS, folder / "flow_program.png")
     draw(CALL, CALL_ARROWS, folder / "flow_call.png")
     draw(NOUNS, NOUNS_ARROWS, folder / "nouns.png")

@@ -185,6 +185,20 @@ def test_the_reference_of_a_step_is_what_transformers_computes(tokens, context):
     assert problem.error(np.roll(peer.output(), 1, axis=0)) > problem.tolerance
 
 
+def test_the_profile_of_a_step(monkeypatch):
+    harness.libraries()
+    ours = make_ours(case := StepCase("", "", batch=2, context=32, dtype="float32", **TINY_STEP))
+    ours.prepare(problem_of(case), 1)
+    lines = ours.profile(5)
+    assert lines[0].startswith("steps of one token a request: 5, ")
+    assert any(line.startswith("  attention                  2 ") for line in lines)
+    ours.run(0)
+    monkeypatch.setattr(ours._model, "_program", None)
+    with pytest.raises(ContractError, match="compiled by MAX"):
+        ours.profile(5)
+    assert make_ours(small()).profile(5) == []
+
+
 def test_the_reference_of_a_mixture_is_what_transformers_computes():
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM

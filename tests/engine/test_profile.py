@@ -13,6 +13,9 @@ from paged_kv.errors import ContractError
 from paged_kv.runtime.step_profile import FIRST, LAST
 
 PAGES = [[0], [1]]
+EMBEDDING = "model.embed_tokens.weight"
+LAST_ROWS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+"""The products of the last layer that have the last row of each request alone."""
 
 
 @pytest.fixture
@@ -41,16 +44,22 @@ def test_every_call_is_noted(model):
     read = {part.name: part.weight_bytes for part in decode.by_operation()}
     sizes = {name: weight.nbytes for name, weight in model.weights.items() if "norm" not in name}
     if "lm_head.weight" in sizes:
-        del sizes["model.embed_tokens.weight"]
+        del sizes[EMBEDDING]
     assert read["linear"] == sum(sizes.values())
     assert read["attention"] == 0
+    of_last = [f"model.layers.{layers - 1}.{name}.weight" for name in LAST_ROWS]
+    of_last = sum(sizes[name] for name in (*of_last, "lm_head.weight" if "lm_head.weight" in sizes else EMBEDDING))
+    for profile, rows in ((decode, 3 * 2), (other, 4)):
+        computed = {part.name: part.flops for part in profile.by_operation()}
+        assert computed["linear"] == (rows * (read["linear"] - of_last) + 2 * profile.runs * of_last) // 2  # float32
+        assert computed["attention"] == 0
 
 
 def test_a_step_without_a_profile_notes_no_time(model):
     decode, _ = model.profile_steps()
     model.step([[1]], [0], [[0]])
     noted = decode.begins.copy()
-    model._profiles = model._program.profile = None
+    model.end_profile()
     model.step([[2]], [1], [[0]])
     np.testing.assert_array_equal(decode.begins, noted)
     assert decode.runs == 1
@@ -70,8 +79,9 @@ def test_the_command_prints_both_kinds_of_step(capsys):
     assert re.search(r"^other steps: 1, ", stderr, re.MULTILINE)
     shares = re.findall(r"^  (\w+(?: \w+)*) +\d* +\d+\.\d{3} +(\d+\.\d) %", stderr, re.MULTILINE)
     assert {"linear", "attention", "rms_norm", "no kernel", "layer 0", FIRST, LAST} <= {name for name, _ in shares}
-    assert re.search(r"^  linear .* GB/s, \d+\.\d\d of a copy$", stderr, re.MULTILINE)
-    assert re.search(r"^outside of steps .* s of .* s$", stderr, re.MULTILINE)
+    assert re.search(r"^  linear .* GB/s, \d+\.\d\d of a copy; \d+\.\d GFLOP/s$", stderr, re.MULTILINE)
+    outside = re.search(r"^outside of steps \(plans, sampling, text\): (.*) s of (.*) s$", stderr, re.MULTILINE)
+    assert 0 < float(outside[1]) < float(outside[2])
 
 
 def test_a_profile_of_drafts_is_refused(capsys):

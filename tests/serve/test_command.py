@@ -28,7 +28,7 @@ def client(server):
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
 def test_it_says_what_was_chosen_and_ends_when_its_requests_have(tmp_path, end):
     """Five lines and a request that works; a signal ends it once what runs has ended, and nothing is left."""
-    with guarded(tmp_path, "--metrics", "--pages", "256", key="") as server:
+    with guarded(tmp_path, "--metrics", "--profile", "--pages", "256", key="") as server:
         words = shlex.split(server.process.stdout.readline())
         assert words[:2] == ["curl", f"http://127.0.0.1:{server.port}/v1/chat/completions"]
         asked = urllib.request.Request(words[1], words[-1].encode(), {"Content-Type": "application/json"})
@@ -36,6 +36,10 @@ def test_it_says_what_was_chosen_and_ends_when_its_requests_have(tmp_path, end):
             assert json.loads(answered.read())["usage"]["completion_tokens"] == 32
         with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=60) as answered:
             assert b'vllm:generation_tokens_total{model_name="demo"} 32.0' in answered.read()
+        start = urllib.request.Request(
+            f"http://127.0.0.1:{server.port}/start_profile", b"{}", {"Content-Type": "application/json"}
+        )
+        assert urllib.request.urlopen(start, timeout=60).status == 200
         process = psutil.Process(server.process.pid)
         assert {each.laddr.ip for each in process.net_connections() if each.status == "LISTEN"} == {"127.0.0.1"}
         lines = server.log.read_text().splitlines()
@@ -113,6 +117,7 @@ def serve(monkeypatch):
         (["--demo", "--max-body-bytes", "0"], "--max-body-bytes must be at least 1"),
         (["--demo", "--kv-disk-gb", "0"], "--kv-disk-gb must be above 0"),
         (["--demo", "--kv-disk", __file__], "is no folder"),
+        (["--demo", "--profile", "--speculate", "lookup"], "--profile is not for --speculate"),
         (["--demo", "--host", "0.0.0.0"], "lets other machines in"),
         (["--demo", "--api-key", "a b"], "visible ASCII"),
         (["--demo", "--chat-template", "/nothing"], "--chat-template /nothing: cannot be read"),

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,9 @@ import pytest
 
 from paged_kv.engine import load
 from paged_kv.engine.demo_model import FOLDER
+from paged_kv.errors import ContractError
+from paged_kv.serve.profiling import Profiling
+from support.program_faults import between_kernels, refusing
 from support.served import served
 
 CLIENTS = 32
@@ -142,6 +146,17 @@ def test_a_step_that_raises_ends_its_own_requests(held):
         wait_until(lambda: engine.pool.num_used == 0)
 
 
+def test_a_kernel_that_refuses_in_the_middle_of_a_step_ends_its_requests(held):
+    held.may_go.set()
+    with served(held.engine) as server:
+        alone = text(server, "x")
+        with refusing(held.engine.model._program), pytest.raises(openai.InternalServerError) as refused:
+            text(server, "x")
+        assert refused.value.body["message"] == "a step raised ContractError"
+        assert text(server, "x") == alone
+        assert held.engine.pool.num_used == 0
+
+
 def test_an_engine_that_is_gone_is_unhealthy(held, monkeypatch):
     held.may_go.set()
     with served(held.engine) as server:
@@ -224,6 +239,38 @@ def test_metrics_count(server):
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert server.metric(f"vllm:{name}") == 0
     assert sum(server.metric("paged_kv:pages", state=state) for state in ("free", "cached", "used")) == 512
+
+
+def test_an_operator_sees_where_the_time_of_steps_goes(held):
+    """The steps between a start and a stop, by two requests; a stop waits for the step that runs."""
+    held.may_go.set()
+    with served(held.engine, profile=True) as server, ThreadPoolExecutor(1) as pool:
+
+        def ask(what):
+            return server.http.post(f"/{what}_profile", json={})
+
+        assert ask("stop").status_code == 400
+        text(server, "x", max_tokens=9)
+        assert ask("start").status_code == 200
+        for prompt in ("And God", "In the end"):
+            text(server, prompt, max_tokens=9, extra_body={"ignore_eos": True})
+        stopped = ask("stop")
+        assert stopped.headers["content-type"] == "text/plain; charset=utf-8"
+        assert re.search(r"^steps of one token a request: 16, \d+\.\d{3} ms each$", stopped.text, re.MULTILINE)
+        assert re.search(r"^other steps: 2, ", stopped.text, re.MULTILINE)
+        assert re.search(r"^  attention +4 +\d+\.\d{3} +\d+\.\d %$", stopped.text, re.MULTILINE)
+        assert ask("stop").json()["error"]["message"].startswith("no profile has been started")
+        assert ask("start").status_code == 200
+        program = held.engine.model._program
+        with between_kernels(program, "usleep", 300_000):
+            running = pool.submit(text, server, "z", max_tokens=1)
+            wait_until(program._lock.locked)
+            stopped = ask("stop")
+            assert "steps: 1, " in stopped.text or "request: 1, " in stopped.text
+            running.result()
+    held.engine.model._program = None
+    with pytest.raises(ContractError, match="compiled by MAX"):
+        Profiling(held.engine.model)
 
 
 def test_prompts_keep_others_waiting_no_longer_than_they_may():

@@ -19,6 +19,7 @@ from paged_kv.engine.sampling import OF_MODEL
 from paged_kv.serve.application import application
 from paged_kv.serve.local import LocalBackend
 from paged_kv.serve.metrics import Metrics
+from paged_kv.serve.profiling import Profiling
 from paged_kv.serve.served_model import ServedModel
 
 LENGTH = 512
@@ -62,6 +63,7 @@ def served(
     most_samples: int = 100,
     template: str | None = None,
     strict: bool = False,
+    profile: bool = False,
     **options: Any,
 ) -> Iterator[Served]:
     """An application on an engine of the demo's model or another one; `options` are those of `load`."""
@@ -70,6 +72,7 @@ def served(
     source = open_source(folder)
     model = ServedModel(source, "demo", length, template, source.sampling(OF_MODEL), most_samples=most_samples)
     backend = LocalBackend(engine, most_samples)
-    app = application(model, backend, Metrics("demo", backend), strict=strict)
+    profiling = Profiling(engine.model) if profile else None
+    app = application(model, backend, Metrics("demo", backend), strict=strict, profiling=profiling)
     with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as http:
         yield Served(http, engine, backend)

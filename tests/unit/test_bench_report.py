@@ -3,6 +3,7 @@
 import io
 import json
 import subprocess
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -163,6 +164,25 @@ def test_quick_writes_nothing(fake_jobs, tmp_path, monkeypatch):
     assert _run(["bench", "--quick"]) == 0
     assert fake_jobs == [(name, "-") for name in QUICK]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_profile_is_of_the_package_alone_and_stands_below_the_table(monkeypatch, tmp_path, capsys):
+    commands = []
+
+    def run(command, **_):
+        commands.append(command[command.index("paged_kv.bench.job") + 2 :])
+        profile = {"profile": ["a table"]} if "profile" in command else {}
+        Path(command[command.index("paged_kv.bench.job") + 1]).write_text(json.dumps(fake_job(1e-3, 25) | profile))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr("paged_kv.bench.run.subprocess.run", run)
+    command = ["bench", "--cases", "step-1", "--target", "znver4", "--out", str(tmp_path), "--profile"]
+    assert _run(command) == 0
+    assert [job[2:] for job in commands] == [["-", "31", "profile", "znver4"], ["transformers", "31", "-", "znver4"]]
+    assert capsys.readouterr().out.endswith(f"{BY_NAME['step-1'].title}:\na table\n")
+    assert json.loads((tmp_path / "znver4.json").read_text())["rows"][0]["profile"] == ["a table"]
+    assert _run(["bench", "--quick", "--profile"]) == 2
+    assert "none of these cases runs: step-1, step-8, step-prefill do" in capsys.readouterr().err
 
 
 def test_the_list_names_the_cases(capsys):

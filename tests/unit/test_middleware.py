@@ -9,7 +9,7 @@ import pytest
 from paged_kv.errors import ContractError
 from paged_kv.serve import middleware
 from paged_kv.serve.address import is_loopback, listening_sockets
-from paged_kv.serve.middleware import LOOPBACK, MAX_DEPTH, Middleware, Rules, depth
+from paged_kv.serve.middleware import LOOPBACK, MAX_DEPTH, METRICS, Middleware, Rules, depth
 from paged_kv.serve.origins import Origins
 from paged_kv.serve.settings import API_KEY, Settings
 
@@ -83,9 +83,9 @@ def asked_twice(name, value):
 PROBES = ("/health", "/v1/health", "/ping")
 OPERATORS = (
     *("/metrics", "/metrics/", "//metrics", "/v1/../metrics", "/reset_prefix_cache", "/docs", "/openapi.json"),
-    *("/V1/models", "/v1", "/v1/load_lora_adapter", ""),
+    *("/start_profile", "/stop_profile", "/V1/models", "/v1", "/v1/load_lora_adapter", ""),
 )
-OPEN_RULES, OPERATORS_RULES = replace(RULES, key=None), replace(RULES, operator_routes=True)
+OPEN_RULES, OPERATORS_RULES = replace(RULES, key=None), replace(RULES, operator_routes=METRICS)
 REQUESTS = [
     *((scope_of(), 200), (scope_of(host="127.0.0.1"), 200), (scope_of(host="[::1]:8000"), 200)),
     *((scope_of(host="LocalHost.:8000"), 200), (scope_of(host="served.example"), 200)),
@@ -118,6 +118,7 @@ REQUESTS = [
     (scope_of("/metrics"), 200, OPERATORS_RULES),
     (scope_of("/metrics", key=None), 401, OPERATORS_RULES),
     (scope_of("/docs"), 404, OPERATORS_RULES),
+    (scope_of("/start_profile"), 404, OPERATORS_RULES),
 ]
 
 

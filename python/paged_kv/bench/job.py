@@ -1,6 +1,6 @@
 """One job: a case, alone or beside one peer, in a process of its own.
 
-    python -m paged_kv.bench.job RESULT.json GRID CASE PEER|- REPEATS [CPU target]
+    python -m paged_kv.bench.job RESULT.json GRID CASE PEER|- REPEATS profile|- [CPU target]
 
 GRID is the module of `CASES` and `PEERS`. A process each, so that memory is free afterwards, one system's threads do
 not disturb another's, and a peer that crashes takes nothing with it. Ours, the bandwidth and the peer take turns, so
@@ -23,6 +23,7 @@ from max.driver import set_virtual_cpu_target
 from paged_kv.bench.case_kinds import AppendCase, Case, named
 from paged_kv.bench.peers.base import Peer
 from paged_kv.bench.problems import problem_of
+from paged_kv.errors import ContractError
 
 MIN_REPEATS = 9
 PAUSE = 0.01
@@ -61,8 +62,8 @@ def take_turns(runs: dict[str, Callable[[int], object]], repeats: int, warmup: i
     return {name: taken[warmup:] for name, taken in times.items()}
 
 
-def measure(case: Case, peer: Peer | None, repeats: int, seed: int) -> dict[str, Any]:
-    """Times in seconds and errors of ours, and of `peer` where one is given."""
+def measure(case: Case, peer: Peer | None, repeats: int, seed: int, *, with_profile: bool = False) -> dict[str, Any]:
+    """Times in seconds and errors of ours, and of `peer` where one is given; with the profile of more runs of ours."""
     from paged_kv.bench.bandwidth import Bandwidth
     from paged_kv.bench.ours import make_ours
 
@@ -91,6 +92,11 @@ def measure(case: Case, peer: Peer | None, repeats: int, seed: int) -> dict[str,
     result["read"] = {"seconds": times["read"], "bytes": size, "loop": bandwidth.chosen["read"]}
     if "copy" in times:
         result["copy"] = {"seconds": times["copy"], "bytes": case.bytes, "loop": bandwidth.chosen["copy"]}
+    if with_profile:
+        try:
+            result["profile"] = ours.profile(MIN_REPEATS)
+        except ContractError as error:
+            result["profile"] = [str(error)]
     return result
 
 
@@ -110,13 +116,14 @@ def _line(error: Exception) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    path, grid, name, peer, repeats, *target = arguments
+    path, grid, name, peer, repeats, profile, *target = arguments
     if target:
         set_virtual_cpu_target(target[0])
     found = import_module(grid)
     case = next(case for case in found.CASES if case.name == name)
     seed = time.time_ns() % 2**32
-    result = measure(case, None if peer == "-" else named(found.PEERS[peer])(), int(repeats), seed)
+    system = None if peer == "-" else named(found.PEERS[peer])()
+    result = measure(case, system, int(repeats), seed, with_profile=profile != "-")
     Path(path).write_text(json.dumps(result | {"seed": seed}))
 
 

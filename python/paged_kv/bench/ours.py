@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,10 @@ class Ours(Peer):
 
     def available(self, case: Case) -> str | None:  # noqa: ARG002
         return None
+
+    def profile(self, runs: int) -> list[str]:  # noqa: ARG002
+        """The table of some more runs, by operation and by layer; nothing where no model runs."""
+        return []
 
 
 def page_table(owned: list[int], rng: np.random.Generator) -> Array:
@@ -198,6 +203,17 @@ class OursStep(Ours):
 
     def run(self, i: int) -> None:  # noqa: ARG002
         self._logits = self._model.step(*self._step)
+
+    def profile(self, runs: int) -> list[str]:
+        """Raises ContractError where MAX runs the steps."""
+        from paged_kv.runtime.profile_table import profile_lines
+
+        profiles, began = self._model.profile_steps(), perf_counter()
+        for _ in range(runs):
+            self.run(0)
+        seconds = perf_counter() - began
+        self._model.end_profile()
+        return profile_lines(profiles, seconds, "their inputs")
 
     def output(self) -> Array:
         return self._logits

@@ -37,6 +37,9 @@ def print_table(rows: Sequence[Row], console: Console) -> None:
         lines = filter(None, map(versus_line, row["versus"]))
         table.add_row(row["title"], ms, row["rate"], share_cell(row), "\n".join(lines))
     console.print(table)
+    for row in rows:
+        if row.get("profile"):
+            console.print(f"{row['title']}:", *row["profile"], sep="\n", markup=False, highlight=False)
 
 
 def write_json(results: dict[str, Any], path: Path) -> None:

@@ -44,6 +44,7 @@ def row_of(case: Case, jobs: Mapping[str, Mapping[str, Any]], provenance: Mappin
         "note": note,
         "versus": [_versus(case, versus, jobs) for versus in case.versus],
         **provenance,
+        **({"profile": lines} if (lines := jobs.get("-", {}).get("profile")) else {}),
     }
 
 

@@ -54,6 +54,7 @@ class Run:
         family: The CPU family.
         target: Where ours are compiled for another one than this CPU's.
         grid: The module of the cases and peers.
+        with_profile: Whether ours, alone, says where the time of a model's steps goes.
     """
 
     def __init__(
@@ -64,9 +65,12 @@ class Run:
         family: str,
         target: str | None = None,
         grid: str = GRID,
+        *,
+        with_profile: bool = False,
     ) -> None:
         self._selection, self._repeats, self._prefix = selection, repeats, prefix
         self._family, self._target, self._grid = family, target, grid
+        self._with_profile = with_profile
 
     def results(self) -> Iterator[dict[str, Any]]:
         """After each case, all so far: rows (`results.row_of`), and versions."""
@@ -86,7 +90,9 @@ class Run:
     def job(self, case: str, peer: str) -> dict[str, Any]:
         """The job's result; {"note": why} where it died."""
         click.echo(f"{case}{'' if peer == '-' else f' against {peer}'} ...", err=True)
-        arguments = [self._grid, case, peer, str(self._repeats), *([self._target] if self._target else [])]
+        profile = "profile" if self._with_profile and peer == "-" else "-"
+        target = [self._target] if self._target else []
+        arguments = [self._grid, case, peer, str(self._repeats), profile, *target]
         return run_job(self._prefix, "paged_kv.bench.job", *arguments, limits=limits(self._target))
 
 

@@ -26,6 +26,7 @@ FOLDER = Path("paged-kv-bench")
 @click.option("--tolerance", type=click.FloatRange(0, 1), default=0.05, show_default=True, help="Of --compare.")
 @click.option("--target", type=click.Choice(list(REQUIRED_FLAGS)), help="Compile ours for another CPU family.")
 @click.option("--prefix", default="", metavar="COMMAND", help="Put before every job's command: `numactl -N 0`.")
+@click.option("--profile", is_flag=True, help="Show where the time of a model's steps goes (of the cases step-...).")
 @click.option("--list", "only_list", is_flag=True, help="Name the cases.")
 @click.pass_context
 def bench(
@@ -40,6 +41,7 @@ def bench(
     tolerance: float,
     target: str | None,
     prefix: str,
+    profile: bool,
     only_list: bool,
 ) -> None:
     """Measure decoding on this CPU: share of the read bandwidth, and factors to other systems that are installed.
@@ -51,6 +53,7 @@ def bench(
     from rich.console import Console
 
     from paged_kv.bench import provenance, report
+    from paged_kv.bench.case_kinds import StepCase
     from paged_kv.bench.cases import Selection, cases_of
     from paged_kv.bench.compare import changes, check_family, print_changes, read_results, slower
     from paged_kv.bench.run import Run, merged
@@ -78,11 +81,15 @@ def bench(
     if old is not None and compare is not None:
         check_family(old, compare, family)
     selection = Selection.of(names, quick=quick, with_peers=not no_peers, cases=cases)
+    if profile and not any(isinstance(case, StepCase) for case in selection.cases):
+        steps = ", ".join(case.name for case in cases if isinstance(case, StepCase))
+        raise ContractError(f"--profile is of a model's steps, which none of these cases runs: {steps} do")
     file = None if quick and out is None else (out or FOLDER) / f"{family}.json"
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
-    for results in Run(selection, repeats, shlex.split(prefix), family, target).results():
+    run = Run(selection, repeats, shlex.split(prefix), family, target, with_profile=profile)
+    for results in run.results():
         if file is not None:  # after every case: a run that is broken off has not been in vain
             report.write_json(merged(file, results, cases), file)
     report.print_table(results["rows"], console)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import click
@@ -105,12 +106,12 @@ def generate(
     from paged_kv.checkpoint.weights import Checkpoint
     from paged_kv.commands.live import live_view
     from paged_kv.commands.printing import Printer
-    from paged_kv.commands.profile import print_profiles
     from paged_kv.commands.prompts import PromptLine, RefusedLine, encode, given, read
     from paged_kv.commands.trace import trace_file, traced
     from paged_kv.engine.disk_tier import DiskTier
     from paged_kv.engine.engine import MAX_RUNNING, Engine
     from paged_kv.engine.tokenizer import Tokenizer
+    from paged_kv.runtime.profile_table import profile_lines
 
     sizes = {"--page-size": page_size, "--pages": pages, "--max-new-tokens": options["max_tokens"]}
     for name, value in (sizes | {"--max-step-tokens": max_step_tokens}).items():
@@ -173,12 +174,15 @@ def generate(
         of_pages = {"cache_dtype": model.page_kind[0], "page_bytes": model.page_bytes}
         with traced(engine.pool, file, **of_pages), live_view(engine, shows):
             printer.start()
+            began = perf_counter()
             while not engine.is_idle:
                 for output in engine.step():
                     printer.add(output)
+            seconds = perf_counter() - began
         print_statistics(engine.statistics, model)
         if profiles is not None:
-            print_profiles(profiles, engine.statistics.prefill_seconds + engine.statistics.decode_seconds)
+            for row in profile_lines(profiles, seconds, "plans, sampling, text"):
+                say(row)
         if speculate is not None:
             found = engine.statistics
             say(f"drafts: {found.accepted_tokens} of {found.draft_tokens} were accepted")

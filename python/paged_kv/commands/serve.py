@@ -116,6 +116,7 @@ _PATH = click.Path(path_type=Path)
     help="A page that may read answers, as https://app.example; repeat it.",
 )
 @click.option("--metrics", is_flag=True, help="Serve /metrics, for Prometheus.")
+@click.option("--profile", is_flag=True, help="Serve /start_profile and /stop_profile: where the time of steps goes.")
 @click.option("--max-body-bytes", type=int, help="Of a request.  [default: 262144, or 16 a token of the longest]")
 @click.option("--max-connections", type=int, default=256, show_default=True, help="At a time.")
 def serve_command(model: str | None, demo: bool, names: tuple[str, ...], **options: Any) -> None:

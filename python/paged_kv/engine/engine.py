@@ -41,6 +41,7 @@ from paged_kv.engine.stop_text import StopText
 from paged_kv.engine.windows import SampleWindows
 from paged_kv.errors import ContractError, ContractTypeError, PagedKVError, PoolExhausted, RequestError
 from paged_kv.pool import PagePool, PrefixCache, WindowPages, pages_needed
+from paged_kv.runtime.forks import renew_in_children
 
 MAX_STEP_TOKENS = 2048
 """Tokens of one step at most: bounds the memory of a step's activations."""
@@ -127,8 +128,14 @@ class Engine:
         self._wanted: deque[Request] = deque()  # requests to add or to end, since the last step
         self._unfinished: dict[int, Request] = {}
         self._outputs = Outbox()  # of the requests that no stream reads
-        self._stepping = RLock()
         self._interrupted = False  # an exception ended the last step, or one is under way
+        self._stepping = RLock()
+        renew_in_children(self, Engine._renew_lock)
+
+    def _renew_lock(self) -> None:
+        """Lets a forked child step; where another thread was inside a step, as after one that raised."""
+        if not self._stepping._is_owned():  # type: ignore[attr-defined]
+            self._stepping = RLock()
 
     @property
     def preemptions(self) -> int:

@@ -304,9 +304,8 @@ class DecoderModel:
 
         Raises:
             ContractError: a token is not in the vocabulary; a count is out of range.
-            ToolchainError: this process was forked off one in which MAX ran.
+            ToolchainError: MAX runs the step, and this process was forked off one in which it ran.
         """
-        check_not_forked()
         self.check_tokens(tokens)
         inputs = step_inputs(tokens, cache_lengths, pages, self._blocks)
         wanted = (inputs.row_offsets[1:] - 1).astype(np.int32)
@@ -323,9 +322,10 @@ class DecoderModel:
             of_states = state_inputs(states.sources, states.saves, self._states).flatten()
         values = (*inputs.flatten(), *of_windows, *of_states, wanted)
         if self._program is not None:
-            if self._profiles is not None:
-                self._program.profile = self._profiles[any(len(each) > 1 for each in tokens)]
-            return self._program.run(self.brought(values))[0]
+            profiles = self._profiles
+            profile = None if profiles is None else profiles[any(len(each) > 1 for each in tokens)]
+            return self._program.run(self.brought(values), profile)[0]
+        check_not_forked()
         arguments = [to_buffer(value) for value in values]
         if self._gpu is not None:
             caches = (self._blocks, self._window_blocks)
@@ -340,7 +340,7 @@ class DecoderModel:
         return [each for each in inputs if isinstance(each, np.ndarray) and id(each) not in storage]
 
     def profile_steps(self) -> tuple[StepProfile, StepProfile]:
-        """Notes the times of all steps from now on: of those of one token a request, and of all others.
+        """Notes the times of all steps until `end_profile`: of those of one token a request, and of all others.
 
         Raises:
             ContractError: MAX runs the steps.
@@ -349,6 +349,12 @@ class DecoderModel:
             raise ContractError("the steps of this model are compiled by MAX: no kernel's time is known")
         self._profiles = self._program.new_profile(), self._program.new_profile()
         return self._profiles
+
+    def end_profile(self) -> None:
+        """Notes no times any more, once the step that runs has ended."""
+        self._profiles = None
+        if self._program is not None:
+            self._program.wait()
 
     def check_tokens(self, tokens: Sequence[Sequence[int]]) -> None:
         """Refuses a token that is not in the vocabulary: a graph reads its embedding wherever its id points.

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from paged_kv.errors import ContractError
+from paged_kv.runtime.forks import renew_in_children
 from paged_kv.runtime.graph_reading import Array, ReadGraph, UnknownGraph, Value, Word
 from paged_kv.runtime.libraries import Kernel, load, refusal
 from paged_kv.runtime.program_ops import Call, Layers, calls_of_all
@@ -63,9 +64,8 @@ class Program:
     """
 
     def __init__(self, graph: ReadGraph, weights: Mapping[str, Array], buffers: Sequence[Array | None]) -> None:
-        self.profile: StepProfile | None = None
-        """Notes the times of runs from now on, if there is one."""
-        self._lock = Lock()
+        self._renew_lock()
+        renew_in_children(self, Program._renew_lock)
         self._inputs = [value for value, buffer in zip(graph.inputs, buffers, strict=True) if buffer is None]
         self._outputs = graph.outputs
         self._alive: list[Any] = [weights, buffers]
@@ -91,6 +91,9 @@ class Program:
         self._run = functions[runner.name]
         self._run.argtypes, self._run.restype = [ctypes.c_void_p], ctypes.c_void_p
         self._pack(addresses)
+
+    def _renew_lock(self) -> None:
+        self._lock = Lock()
 
     def _bind(self, graph: ReadGraph, weights: Mapping[str, Array]) -> None:
         """Gives constants and weights their addresses."""
@@ -138,17 +141,18 @@ class Program:
         self._call = np.array([*map(_address, (self._functions, self._operands)), count, _address(self._stopped), 0])
         self._arena = np.empty(0, np.uint8)
 
-    def run(self, inputs: Sequence[Array]) -> list[Array]:
+    def run(self, inputs: Sequence[Array], profile: StepProfile | None = None) -> list[Array]:
         """The outputs of a step, in fresh memory.
 
         Args:
             inputs: What each step brings, in the order of the graph's inputs.
+            profile: One of `new_profile`, which notes the times of this run.
 
         Raises:
             ContractError: a kernel refuses its operands; the message names the operation.
         """
         with self._lock:
-            began, profile = perf_counter_ns(), self.profile
+            began = perf_counter_ns()
             self._call[-1] = 0 if profile is None else _address(profile.begins)
             sizes = self._sizes(inputs)
             outputs = [np.empty([_at(word, sizes) for word in value.shape], _numpy(value)) for value in self._outputs]
@@ -167,11 +171,16 @@ class Program:
                 op = self.operations[self.of_call[int(self._stopped[0])]]
                 raise ContractError(f"{op.name}: {refusal(message)}")
             if profile is not None:
-                profile.add(perf_counter_ns() - began)
+                profile.add(perf_counter_ns() - began, sizes)
         return outputs
 
+    def wait(self) -> None:
+        """Returns when the run in progress, if there is one, has ended."""
+        with self._lock:
+            pass
+
     def new_profile(self) -> StepProfile:
-        """One that may be `profile`."""
+        """One that `run` takes."""
         return StepProfile(self.operations, self.of_call, self._layers.dtype)
 
     def _sizes(self, inputs: Sequence[Array]) -> dict[str, int]:

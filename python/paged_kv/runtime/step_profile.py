@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from time import perf_counter_ns
+from typing import NamedTuple
 
 import numpy as np
 
-from paged_kv.runtime.graph_reading import Operation
+from paged_kv.runtime.graph_reading import Operation, Word
 from paged_kv.runtime.libraries import kernel
 from paged_kv.runtime.team import workers
 
@@ -30,10 +32,19 @@ class Part:
     """In all runs."""
     weight_bytes: int = 0
     """Those that a run reads, of products by weights; 0 where it is not known how many."""
+    flops: int = 0
+    """Those of products by weights in all runs; 0 where it is not known how many."""
+
+
+class _Call(NamedTuple):
+    operation: str
+    layer: str
+    weight_bytes: int
+    flops: Word
 
 
 class StepProfile:
-    """The times of the calls of a program, in the runs that it was `Program.profile` of.
+    """The times of the calls of a program, in the runs that it was given to.
 
     A call's time ends where the next call begins.
 
@@ -51,14 +62,17 @@ class StepProfile:
         self.begins = np.zeros(len(of_call) + 1, np.int64)
         """Nanoseconds of a clock at which each call of a run began, and the last one ended."""
         self._ns = np.zeros(len(of_call), np.int64)
-        layers = list(_layers(operations))
-        self._calls = [(_name(operations[op]), layers[op], _weight_bytes(operations[op])) for op in of_call]
+        layers, read = list(_layers(operations)), [_Call(_name(op), "", *_product(op)) for op in operations]
+        self._calls = [read[op]._replace(layer=layers[op]) for op in of_call]
+        self._sizes = dict.fromkeys((call.flops.symbol for call in self._calls if call.flops.coefficient), 0)
 
-    def add(self, run_ns: int) -> None:
-        """Adds a run, whose times lie in `begins`."""
+    def add(self, run_ns: int, sizes: Mapping[str, int]) -> None:
+        """Adds a run, whose times lie in `begins`, and whose sizes `sizes` has by their symbols."""
         self.runs += 1
         self.run_ns += run_ns
         self._ns += np.diff(self.begins)
+        for symbol in self._sizes:
+            self._sizes[symbol] += sizes[symbol]
 
     @property
     def kernel_ns(self) -> int:
@@ -67,19 +81,21 @@ class StepProfile:
 
     def by_operation(self) -> list[Part]:
         """The operations, the one that takes longest first."""
-        return sorted(self._parts(lambda call: call[0]), key=lambda part: -part.ns)
+        return sorted(self._parts(lambda call: call.operation), key=lambda part: -part.ns)
 
     def by_layer(self) -> list[Part]:
         """The layers in their order, and what comes before and after them."""
-        return self._parts(lambda call: call[1])
+        return self._parts(lambda call: call.layer)
 
-    def _parts(self, name_of: Callable[[tuple[str, str, int]], str]) -> list[Part]:
+    def _parts(self, name_of: Callable[[_Call], str]) -> list[Part]:
         parts: dict[str, Part] = {}
         for call, ns in zip(self._calls, self._ns.tolist(), strict=True):
             part = parts.setdefault(name_of(call), Part(name_of(call)))
             part.calls += 1
             part.ns += ns
-            part.weight_bytes += call[2]
+            part.weight_bytes += call.weight_bytes
+            part.flops += call.flops.constant * self.runs
+            part.flops += call.flops.coefficient * self._sizes.get(call.flops.symbol, 0)
         return list(parts.values())
 
 
@@ -88,9 +104,13 @@ def _name(op: Operation) -> str:
     return op.name.removeprefix("paged_kv_").removesuffix("Op").lower()
 
 
-def _weight_bytes(op: Operation) -> int:
+def _product(op: Operation) -> tuple[int, Word]:
+    """The bytes of the weights that a product reads, and its floating-point operations; 0 of all else."""
+    if op.name not in _WHOLE_WEIGHTS:
+        return 0, Word(0)
     weights = [value for value in op.operands if value.memory.weight]
-    return sum(value.bytes.constant for value in weights) if op.name in _WHOLE_WEIGHTS else 0
+    x, columns = op.operands[0], sum(y.static(1) for y in op.results)
+    return sum(value.bytes.constant for value in weights), x.shape[0].times(2 * x.static(1) * columns)
 
 
 def _layers(operations: Sequence[Operation]) -> Iterator[str]:
@@ -104,6 +124,7 @@ def _layers(operations: Sequence[Operation]) -> Iterator[str]:
         yield here
 
 
+@cache
 def copied_bytes_per_second(dtype: str) -> float:
     """Return what a copy of 128 MB reads and writes a second, on the threads of calls, by the kernel that takes rows.
 

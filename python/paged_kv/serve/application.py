@@ -12,7 +12,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from paged_kv.errors import CheckpointError, ContractError, ContractTypeError, PagedKVError, ToolchainError
@@ -36,6 +36,7 @@ from paged_kv.serve.openai_chat import read_chat, read_conversation
 from paged_kv.serve.openai_completions import read_completion
 from paged_kv.serve.openai_responses import count_input_tokens, read_response
 from paged_kv.serve.page import HEADERS, PAGE
+from paged_kv.serve.profiling import Profiling
 from paged_kv.serve.served_model import ContextExceeded, ServedModel, UnknownModel
 
 logger = logging.getLogger("paged_kv.serve")
@@ -57,8 +58,13 @@ _COMPILED = (
 _REFUSALS = (ContractError, ContractTypeError, CheckpointError, ToolchainError)
 
 
-def application(model: ServedModel, backend: Backend, metrics: Metrics, *, strict: bool = False) -> Starlette:
-    """The application of one model; a strict one refuses parts of requests that it does not know."""
+def application(
+    model: ServedModel, backend: Backend, metrics: Metrics, *, strict: bool = False, profiling: Profiling | None = None
+) -> Starlette:
+    """The application of one model; a strict one refuses parts of requests that it does not know.
+
+    With `profiling` operators may ask where the time of steps goes.
+    """
     unknown = UnknownParts(strict)
 
     def noted(request: Request) -> Ignored:
@@ -107,9 +113,21 @@ def application(model: ServedModel, backend: Backend, metrics: Metrics, *, stric
         Route("/metrics", show_metrics),
         Route("/", page),
         Route("/pool", show_pool),
+        *([] if profiling is None else _profile_routes(profiling)),
     ]
     handlers = {HTTPException: _http_error, PagedKVError: _error, Exception: _error}
     return Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
+
+
+def _profile_routes(profiling: Profiling) -> list[Route]:
+    async def start(_: Request) -> Response:
+        profiling.start()
+        return Response()
+
+    async def stop(_: Request) -> Response:
+        return PlainTextResponse("\n".join([*await profiling.stop(), ""]))
+
+    return [Route("/start_profile", start, methods=["POST"]), Route("/stop_profile", stop, methods=["POST"])]
 
 
 async def _beside(body: bytes, work: Callable[[], Any]) -> Any:

@@ -9,12 +9,13 @@ import shlex
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from uvicorn import Config
 
 from paged_kv.arguments import printable
 from paged_kv.checkpoint.source import Source
+from paged_kv.engine.model import DecoderModel
 from paged_kv.engine.sampling import OF_MODEL
 from paged_kv.errors import ContractError
 from paged_kv.files import read_regular
@@ -27,6 +28,7 @@ from paged_kv.serve.loading import EngineSetup, set_up
 from paged_kv.serve.local import LocalBackend
 from paged_kv.serve.metrics import Metrics
 from paged_kv.serve.middleware import Rules
+from paged_kv.serve.profiling import Profiling
 from paged_kv.serve.served_model import ServedModel
 from paged_kv.serve.settings import API_KEY, Settings
 
@@ -39,7 +41,8 @@ def serve(settings: Settings) -> None:
 
     Raises:
         CheckpointError: there is no model that this package runs.
-        ContractError: a setting is bad or does not go with another, the port is taken, or the cache does not fit.
+        ContractError: a setting is bad or does not go with another, the port is taken, or the cache does not fit;
+            --profile of steps that MAX runs.
         ToolchainError: the step cannot be compiled.
         OSError: stdout cannot be written when the server is ready.
     """
@@ -53,7 +56,9 @@ def serve(settings: Settings) -> None:
         say(line)
     engine = setup.engine(model.tokenizer)
     backend = LocalBackend(engine, most_samples, settings.stall_seconds)
-    app = application(model, backend, Metrics(settings.name, backend), strict=settings.strict)
+    profiling = Profiling(cast("DecoderModel", engine.model)) if settings.profile else None
+    metrics = Metrics(settings.name, backend)
+    app = application(model, backend, metrics, strict=settings.strict, profiling=profiling)
     listen(app, rules, sockets, settings, model)
     engine.flush()
 

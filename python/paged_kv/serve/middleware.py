@@ -50,8 +50,10 @@ CLIENTS = OPEN | {
     *("/v1/messages/count_tokens", "/v1/responses/input_tokens", "/tokenize", "/detokenize", "/pool"),
 }
 CLIENTS_BELOW = ("/v1/models/",)
-OPERATORS = frozenset({"/metrics"})
-"""Routes that `Rules.operator_routes` opens; one that is in none of these lists is not served."""
+METRICS = frozenset({"/metrics"})
+PROFILE = frozenset({"/start_profile", "/stop_profile"})
+OPERATORS = METRICS | PROFILE
+"""Routes that are served where `Rules.operator_routes` has them; one that is in none of these lists is not served."""
 
 MAX_DEPTH = 64
 """The deepest nesting of arrays and objects; JSON schemas of tools have some 20, and Python's parser gives up at
@@ -91,7 +93,7 @@ class Rules:
     """None: no key is asked for."""
     hosts: frozenset[str] = LOOPBACK
     """Names in lower case, without a port: of this server in Host, and of pages in Origin."""
-    operator_routes: bool = False
+    operator_routes: frozenset[str] = frozenset()
     max_body_bytes: int = 1 << 18
     max_connections: int = 256
     origins: Origins = field(default_factory=Origins)
@@ -201,7 +203,7 @@ class Middleware:
         path: str = scope["path"]
         if path not in OPEN and not self._has_key(headers):
             raise Refused(401, "A key is needed: Authorization: Bearer KEY.")
-        known = path in CLIENTS or path.startswith(CLIENTS_BELOW) or (rules.operator_routes and path in OPERATORS)
+        known = path in CLIENTS or path.startswith(CLIENTS_BELOW) or path in rules.operator_routes
         if not known:
             raise Refused(404, "There is no such route here.")
         if scope["method"] in ("POST", "PUT", "PATCH"):

@@ -12,7 +12,7 @@ from paged_kv.errors import ContractError
 from paged_kv.kv_formats import KVFormat
 from paged_kv.options import CacheRotation
 from paged_kv.serve.address import is_loopback
-from paged_kv.serve.middleware import LOOPBACK, Rules, host_name
+from paged_kv.serve.middleware import LOOPBACK, METRICS, PROFILE, Rules, host_name
 from paged_kv.serve.origins import Origins, read_origin
 
 API_KEY = "PAGED_KV_API_KEY"
@@ -66,6 +66,8 @@ class Settings:
     aliases: tuple[str, ...] = ()
     """Further names of the model."""
     metrics: bool = False
+    profile: bool = False
+    """True if operators may ask where the time of steps goes."""
     max_body_bytes: int | None = None
     """None: `MIN_BODY_BYTES`, or more where the longest request needs more."""
     max_connections: int = 256
@@ -82,6 +84,8 @@ class Settings:
                 raise ContractError(f"{_flag(name)} must be above 0 and below 10^9, not {value}")
         if self.pages is not None and self.memory_gb is not None:
             raise ContractError("the cache has the size of --pages or of --memory-gb, not of both")
+        if self.profile and self.speculate is not None:
+            raise ContractError("--profile is not for --speculate, whose steps are of other kinds")
 
     def rules(self, max_length: int) -> Rules:
         """Return who may ask this server, and how much at once.
@@ -101,7 +105,8 @@ class Settings:
         hosts = {host_name(f"[{name}]" if name.count(":") > 1 else name) for name in self.allowed_hosts}
         size = self.max_body_bytes or max(MIN_BODY_BYTES, BODY_BYTES_PER_TOKEN * max_length)
         origins = Origins(frozenset(map(read_origin, self.allowed_origins)), frozenset(hosts))
-        return Rules(key, LOOPBACK | hosts | {self.host.lower()}, self.metrics, size, self.max_connections, origins)
+        routes = (METRICS if self.metrics else frozenset()) | (PROFILE if self.profile else frozenset())
+        return Rules(key, LOOPBACK | hosts | {self.host.lower()}, routes, size, self.max_connections, origins)
 
     def _key(self) -> str | None:
         """The key that clients must send.
