@@ -129,7 +129,7 @@ def test_the_demo_calls_two_libraries(demo_graph):
 def test_the_numbers_of_calls_lie_one_after_the_other():
     program = Program.__new__(Program)
     kernel = Kernel("linear", ("float32", "float32"))
-    program.calls = [Call(kernel, [Word(2), T], [Word(5), Word(6)]), Call(kernel, [Word(1, 3, "T")])]
+    program.calls = [Call(kernel, [MEMBERS, Word(2), T], [Word(5), Word(6)]), Call(kernel, [Word(1, 3, "T")], [])]
     program.slots = []
     program._pack({kernel: 17})
     # Members, their address, the call's own numbers, then its three of threads.
