@@ -40,7 +40,7 @@ class Layout:
         self._operands = {name: size for name, size in self._sizes.items() if name != _THREADS}
         self._packer = struct.Struct("<" + "".join(f"{8 * n}s" if n > 1 else "q" for n in self._operands.values()))
 
-    def flat(self, **values: Any) -> list[Any]:
+    def flat(self, /, **values: Any) -> list[Any]:
         """The numbers of all fields but the threads, each by its field's name; of a struct the list of its numbers.
 
         Raises:
@@ -52,7 +52,7 @@ class Layout:
             numbers += values[name] if size > 1 else [values[name]]
         return numbers
 
-    def pack(self, **values: Any) -> bytes:
+    def pack(self, /, **values: Any) -> bytes:
         """As `flat`, in bytes; of a struct its bytes. Raises as `flat`."""
         self._check(values, 8)
         return self._packer.pack(*[values[name] for name in self._operands])

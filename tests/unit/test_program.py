@@ -11,7 +11,17 @@ from paged_kv.runtime import libraries, program_ops
 from paged_kv.runtime.graph_reading import Operation, ReadGraph, UnknownGraph, Value, Word, product
 from paged_kv.runtime.libraries import Kernel
 from paged_kv.runtime.program import Program, kernels_of, place
-from paged_kv.runtime.program_ops import ACTIVATIONS, BINARY, CONVERTED, UNARY, Call, Layers, calls_of, calls_of_all
+from paged_kv.runtime.program_ops import (
+    ACTIVATIONS,
+    BINARY,
+    CONVERTED,
+    MEMBERS,
+    UNARY,
+    Call,
+    Layers,
+    calls_of,
+    calls_of_all,
+)
 from support.mojo_names import mojo_tuple
 
 T, B = Word(0, 1, "T"), Word(0, 1, "B")

@@ -57,12 +57,12 @@ def _word(operand: Operand) -> Word:
     return operand if isinstance(operand, Word) else Word(int(operand))
 
 
-def _struct(layout: Layout, **operands: Operand | list[Word]) -> list[Word]:
+def _struct(layout: Layout, /, **operands: Operand | list[Word]) -> list[Word]:
     """The numbers of a struct; those of a field that is a struct are given."""
     return layout.flat(**{name: each if isinstance(each, list) else _word(each) for name, each in operands.items()})
 
 
-def _call(kernel: Kernel, **operands: Operand | list[Word]) -> Call:
+def _call(kernel: Kernel, /, **operands: Operand | list[Word]) -> Call:
     """A call of a kernel; `members`, of products of several weights, are the numbers of all of them."""
     members = operands.get("members", [])
     if not isinstance(members, list):
