@@ -268,10 +268,10 @@ def _loaded(wanted: Kernel, sources: Path | None, path: Path | None = None) -> F
         if (sources, wanted) not in _FUNCTIONS:
             library = wanted.library
             path = path or (_paths([library])[library] if sources is None else _built_from(sources, library))
+            _check_layouts(ctypes.CDLL(str(path)), library)
             # An op of a graph, and the team of threads, look for functions among the names that all of the process
             # sees.
             loaded = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-            _check_layouts(loaded, library)
             for each in library.kernels():
                 _FUNCTIONS[sources, each] = _function(loaded, each.name)
     return _FUNCTIONS[sources, wanted]
@@ -294,8 +294,8 @@ def _check_layouts(loaded: ctypes.CDLL, library: Library) -> None:
     export.restype = ctypes.c_void_p
     exported = dict(line.split(" ", 1) for line in text_at(export()).split("\n")[1:])
     for kind in library.kinds:
-        if exported[kind] != CALLS[kind].text:
-            raise ToolchainError(f"{kind}: expected a library that takes {CALLS[kind].text}, got {exported[kind]}")
+        if (got := exported.get(kind)) != (expected := CALLS[kind].text):
+            raise ToolchainError(f"{kind}: expected a library that takes {expected}, got {got}")
 
 
 def _function(library: ctypes.CDLL, name: str) -> Function:
