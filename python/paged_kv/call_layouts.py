@@ -38,6 +38,7 @@ class Layout:
         self.size: int = sum(self._sizes.values())
         """The numbers of all fields."""
         self._operands = {name: size for name, size in self._sizes.items() if name != _THREADS}
+        self._structs = {name: size for name, size in self._operands.items() if size > 1}
         self._packer = struct.Struct("<" + "".join(f"{8 * n}s" if n > 1 else "q" for n in self._operands.values()))
 
     def flat(self, /, **values: Any) -> list[Any]:
@@ -61,8 +62,8 @@ class Layout:
         if values.keys() != self._operands.keys():
             differing = sorted(values.keys() ^ self._operands.keys())
             raise TypeError(f"fields: expected {' '.join(self._operands)}, got {' '.join(values)} ({differing} differ)")
-        for name, size in self._operands.items():
-            if size > 1 and len(values[name]) != size * bytes_each:
+        for name, size in self._structs.items():
+            if len(values[name]) != size * bytes_each:
                 raise TypeError(f"{name}: expected {size} numbers, got {len(values[name]) / bytes_each:g}")
 
     def parts(self, *parts: str) -> list[struct.Struct]:

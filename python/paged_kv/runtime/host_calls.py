@@ -185,12 +185,22 @@ def _attention(variant: Variant, inputs: tuple[Any, ...]) -> Call:
     k, v, table, view, slopes, sinks, window_left, options = rest
     o, lse = _outputs(variant, q.shape[0], q.shape[1], value_dim)
     operands = ATTENTION.pack(
-        **_addresses(o=o, lse=lse, q=q, row_batch=row_batch, row_lengths=row_lengths),
-        **_addresses(slopes=slopes, sinks=sinks, options=options),
-        **named("num_rows num_heads head_dim", q.shape),
-        **named("value_dim num_slopes num_sinks", (value_dim, len(slopes), len(sinks))),
+        o=_at(o),
+        lse=_at(lse),
+        q=_at(q),
+        num_rows=q.shape[0],
+        num_heads=q.shape[1],
+        head_dim=q.shape[2],
+        value_dim=value_dim,
+        row_batch=_at(row_batch),
+        row_lengths=_at(row_lengths),
         masks=masks,
+        slopes=_at(slopes),
+        num_slopes=len(slopes),
+        sinks=_at(sinks),
+        num_sinks=len(sinks),
         window_left=int(window_left),
+        options=_at(options),
         cache=_cache(k, v, table, view),
     )
     return kernel_of(variant, rotated=bool(options[_ROPE_THETA])), operands, [o, lse]
