@@ -67,7 +67,7 @@ class Layout:
                 raise TypeError(f"{name}: expected {size} numbers, got {len(values[name]) / bytes_each:g}")
 
     def parts(self, *parts: str) -> list[struct.Struct]:
-        """What packs the fields in parts, whose numbers are given in order: for calls of a few microseconds.
+        """Packers of the fields in parts, whose numbers are given in order: for calls of a few microseconds.
 
         Args:
             parts: The names of the fields of each part, which are together all but the threads, in order.
@@ -80,7 +80,7 @@ class Layout:
         return [self.part(each) for each in parts]
 
     def part(self, fields: str) -> struct.Struct:
-        """What packs some fields that follow each other. Raises TypeError where they do not."""
+        """A packer of some fields that follow each other. Raises TypeError where they do not."""
         if f" {fields} " not in f" {' '.join(self._operands)} ":
             raise TypeError(f"fields: expected some of {' '.join(self._operands)} in order, got {fields}")
         return struct.Struct(f"<{sum(self._sizes[name] for name in fields.split())}q")
@@ -102,7 +102,7 @@ def named(names: str, values: Iterable[Any]) -> dict[str, Any]:
 
 
 def _described(field: str, dtype: str, structs: Mapping[str, Layout]) -> str:
-    """What follows a field's name in the text of its layout."""
+    """The text behind a field's name in that of a layout."""
     layout = structs.get(field.removesuffix("*"))
     return layout.text if layout else dtype and f":{dtype}"
 
@@ -206,4 +206,4 @@ CALLS: Mapping[str, Layout] = {
     ),
     "gated_norm": _call("y x z weight rows columns weight_rows numbers gate_first wide_weight"),
 }
-"""What each kernel takes, by its name in `runtime/library.mojo`."""
+"""The struct of each kernel, by its name in `runtime/library.mojo`."""

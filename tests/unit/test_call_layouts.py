@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from paged_kv.call_layouts import ATTENTION, CACHE, CALLS, MASKS, SOFTMAX_OPTIONS, WORKERS, Layout
+from paged_kv.call_layouts import MASKS, WORKERS, Layout, named
 
 PAIR = Layout("first second")
 CALL = Layout("x pair items* y workers", pair=PAIR, items=PAIR, workers=WORKERS)
@@ -19,6 +19,7 @@ def test_values_land_at_their_names():
     assert (CALL.size, CALL.index("items"), CALL.index("workers")) == (8, 3, 5)
     assert CALL.text == "(x pair(first second) items*(first second) y workers(count team state))"
     assert Layout("a b", "float32").text == "(a:float32 b:float32)"
+    assert named("a _ b", (1, 2, 3)) == {"a": 1, "b": 3}
     assert MASKS.zeros == bytes(8 * MASKS.size)
 
 
@@ -39,9 +40,3 @@ def test_values_land_at_their_names():
 def test_other_names_are_refused(wrong, message):
     with pytest.raises(TypeError, match=message):
         wrong()
-
-
-def test_the_layouts_of_attention():
-    """What the fast calls of torch pack by order is all that a kernel takes."""
-    assert ATTENTION.size == CALLS["masked_attention"].size == 9 + MASKS.size + 6 + CACHE.size + WORKERS.size
-    assert SOFTMAX_OPTIONS.index("rope_theta") == 3
