@@ -47,7 +47,7 @@ class Call(NamedTuple):
 
     kernel: Kernel
     words: list[Word]
-    members: list[Word]
+    members: Sequence[Word]
     """The numbers of the members of a product of several weights."""
 
 
@@ -62,11 +62,8 @@ def _struct(layout: Layout, /, **operands: Operand | list[Word]) -> list[Word]:
     return layout.flat(**{name: each if isinstance(each, list) else _word(each) for name, each in operands.items()})
 
 
-def _call(kernel: Kernel, /, **operands: Operand | list[Word]) -> Call:
+def _call(kernel: Kernel, /, members: Sequence[Word] = (), **operands: Operand | list[Word]) -> Call:
     """A call of a kernel; `members`, of products of several weights, are the numbers of all of them."""
-    members = operands.get("members", [])
-    if not isinstance(members, list):
-        raise TypeError(f"members: expected numbers, got {members}")
     if members:
         operands["members"] = MEMBERS
     return Call(kernel, _struct(CALLS[kernel.kind], **operands), members)
@@ -272,7 +269,7 @@ def _pointwise(op: Operation, layers: Layers) -> Call:
     if op.name in UNARY:
         (x,) = op.operands
         return _call(layers.kernel("unary", x.dtype), y=y, x=x, count=y.size, function=UNARY.index(op.name))
-    sizes = {"rows": product(y.shape[:-1]), "columns": y.shape[-1]}
+    sizes = named("rows columns", (product(y.shape[:-1]), y.shape[-1]))
     words = [word for operand in op.operands for word in (operand, *_strides(operand, y))]
     operands = named("x x_row x_column z z_row z_column", words)
     return _call(layers.kernel("binary", y.dtype), y=y, **operands, **sizes, function=BINARY.index(op.name))
