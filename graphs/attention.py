@@ -8,6 +8,7 @@ import numpy as np
 from max.dtype import DType
 from max.graph import DeviceRef, Dim, StaticDim, TensorType, TensorValue, ops
 
+from paged_kv.call_layouts import SOFTMAX_OPTIONS
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.graphs.checks import check_tensor, check_value, names
 from paged_kv.graphs.paged_cache import DTYPES, KV_DTYPES, PagedCache, constant
@@ -168,7 +169,7 @@ def check_operands(
     for name, value in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         check_optional(cache, name, value, DType.float32, heads)
     check_value("window_left", window_left, DType.int32, [], host)
-    check_value("options", options, DType.float32, [Dim(5)], host)
+    check_value("options", options, DType.float32, [Dim(SOFTMAX_OPTIONS.size)], host)
     return rows, heads, head_dim
 
 

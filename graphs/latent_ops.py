@@ -12,6 +12,7 @@ import numpy as np
 from max.dtype import DType
 from max.graph import BufferValue, DeviceRef, Dim, StaticDim, TensorType, TensorValue, ops
 
+from paged_kv.call_layouts import LATENT_OPTIONS
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.graphs.checks import check_tensor, check_value, names
 from paged_kv.graphs.paged_cache import BITS, DTYPES, KV_DTYPES, constant
@@ -210,7 +211,7 @@ def mla_attention_at_run_time(
     check_value("row_lengths", row_lengths, DType.int32, [rows], cache.device)
     none = isinstance(sinks, TensorValue) and list(sinks.shape) == [Dim(0)]
     check_value("sinks", sinks, DType.float32, [None if none else heads], cache.device)
-    check_value("options", options, DType.float32, [Dim(3)], DeviceRef.CPU())
+    check_value("options", options, DType.float32, [Dim(LATENT_OPTIONS.size)], DeviceRef.CPU())
     o, lse = ops.inplace_custom(
         MLA_ATTENTION,
         device=cache.device,

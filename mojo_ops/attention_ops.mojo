@@ -32,8 +32,7 @@ struct Attention:
     q `[R, Hq, D]`; row_batch, row_lengths `[R]` int32: row r sees the first `row_lengths[r]` tokens of
     request `row_batch[r]`. o `[R, Hq, D]` float32, float16 or bfloat16; lse `[R, Hq]` float32, base 2. A row of request -1
     or of length 0 gives o = 0, lse = -inf.
-    alibi_slopes, sinks: `[Hq]` float32, or `[0]` for none. options `[5]` float32: sm_scale (q and k scales in
-    it), logits_soft_cap, v_scale, rope_theta (0 = keys are stored as they are used), rope_scale.
+    alibi_slopes, sinks: `[Hq]` float32, or `[0]` for none. options: `SoftmaxOptions` as float32 (`attention/call.mojo`).
     may_rotate_keys: whether rope_theta may be other than 0; the CPU's kernels that rotate take half of a compile's time.
     batch_invariant: on a GPU, whether a row's result may depend on nothing but the row; the CPU has no such mode.
     gpu_kernel: "best", or "plain" to compare with; without effect on the CPU.

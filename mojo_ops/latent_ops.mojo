@@ -25,8 +25,7 @@ struct LatentAttention:
 
     q_nope `[R, H, Dckv]`, q_pe `[R, H, Dkpe]`, where Dkpe may be 0; row_batch, row_lengths as in `paged_kv_attention`. The same array as
     kpe_blocks and ckv_blocks where it holds both. sinks: `[H]` float32, or `[0]` for none. o `[R, H, Dckv]`
-    float32, float16 or bfloat16; lse `[R, H]` float32, base 2. options `[3]` float32: what q_pe . kpe is multiplied by, what q_nope . ckv is multiplied by
-    beside it, and what multiplies o.
+    float32, float16 or bfloat16; lse `[R, H]` float32, base 2. options: `LatentOptions` as float32 (`attention/latent_call.mojo`).
     kv_layout: "LATENT": `[pages, layers, page_size, Dckv + Dkpe]`, and view is `[layer, Dckv]`; or "STRIDED".
     """
 

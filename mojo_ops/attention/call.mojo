@@ -1,10 +1,12 @@
 """Attention calls as numbers: what an op hands to a library of kernels, and a program that calls one by itself."""
 
 from extensibility import InputTensor, OutputTensor
+from std.sys import size_of
 
 from ..cache.checks import check_equal
 from ..cache.operands import CacheMemory, KVCachePair
 from ..cache.pointers import constant_at, memory_at
+from ..isa.call_layout import AddressOf
 from ..isa.threads import Workers
 from .checks import check_dim, check_heads
 from .logits import Logits
@@ -83,6 +85,21 @@ def check_length(what: StaticString, found: Int, expected: Int) raises:
 
 
 @fieldwise_init
+struct SoftmaxOptions(TrivialRegisterPassable):
+    """The options of a call that are no integers, as `AttentionOptions.numbers` makes them
+    (`../../python/paged_kv/options.py`).
+    """
+
+    var scale: Float32
+    """Multiplies q . k: sm_scale, with the scales of q and k in it."""
+    var soft_cap: Float32
+    var v_scale: Float32
+    var rope_theta: Float32
+    """0: keys are stored as they are used."""
+    var rope_scale: Float32
+
+
+@fieldwise_init
 struct AttentionCall(TrivialRegisterPassable):
     """O `[R, Hq, Dv]` and lse `[R, Hq]` of q `[R, Hq, D]`: the operands of `paged_kv_attention`, or with `masks` of
     `paged_kv_masked_attention`.
@@ -105,8 +122,7 @@ struct AttentionCall(TrivialRegisterPassable):
     var sinks: Int
     var num_sinks: Int
     var window_left: Int
-    var options: Int
-    """The address of five float32."""
+    var options: AddressOf[SoftmaxOptions]
     var cache: CacheMemory
     var workers: Workers
 
@@ -126,7 +142,7 @@ struct AttentionCall(TrivialRegisterPassable):
         workers: Workers,
     ) raises -> Self:
         """From the operands of an op (`../attention_ops.mojo`); refuses lengths that do not fit."""
-        check_equal("options: its length", options.dim_size(0), 5)
+        check_equal("options: its length", options.dim_size(0), size_of[SoftmaxOptions]() // size_of[Float32]())
         check_equal("row_batch: its length", row_batch.dim_size(0), q.dim_size(0))
         check_equal("row_lengths: its length", row_lengths.dim_size(0), q.dim_size(0))
         return Self(
@@ -151,13 +167,13 @@ struct AttentionCall(TrivialRegisterPassable):
         )
 
     def rope_theta(self) -> Float32:
-        return constant_at[DType.float32](self.options)[unsafe_offset=3]
+        return self.options[].rope_theta
 
     def logits(self) -> Logits:
-        var options = constant_at[DType.float32](self.options)
+        var options = self.options[]
         return Logits(
-            scale=options[unsafe_offset=0],
-            soft_cap=options[unsafe_offset=1],
+            scale=options.scale,
+            soft_cap=options.soft_cap,
             window_left=self.window_left,
             alibi_slopes=constant_at[DType.float32](self.slopes),
             has_alibi=self.num_slopes > 0,
@@ -169,7 +185,7 @@ struct AttentionCall(TrivialRegisterPassable):
         Masks: RowMasks, //, dtype: DType, o_dtype: DType
     ](self, masks: Masks, out rows: AttentionRows[dtype, o_dtype, Masks]) raises:
         """The rows; refuses options that do not fit."""
-        var options = constant_at[DType.float32](self.options)
+        var options = self.options[]
         var q = memory_at[dtype](self.q)
         rows = {
             q,
@@ -179,9 +195,9 @@ struct AttentionCall(TrivialRegisterPassable):
             constant_at[DType.int32](self.row_lengths),
             self.num_rows,
             self.num_heads,
-            v_scale = options[unsafe_offset=2],
-            rope_theta = options[unsafe_offset=3],
-            rope_scale = options[unsafe_offset=4],
+            v_scale = options.v_scale,
+            rope_theta = options.rope_theta,
+            rope_scale = options.rope_scale,
             masks = masks,
             q_latent = q,
             latent_scale = 1,

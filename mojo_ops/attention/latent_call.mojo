@@ -1,15 +1,28 @@
 """Calls of latent attention as numbers: what an op hands to a library of kernels, and a program that calls one."""
 
 from extensibility import InputTensor, OutputTensor
+from std.sys import size_of
 
 from ..cache.checks import check_equal
 from ..cache.operands import CacheMemory, KVCachePair
 from ..cache.pointers import constant_at, memory_at
+from ..isa.call_layout import AddressOf
 from ..isa.threads import Workers
 from .checks import check_dim, check_width
 from .logits import Logits
 from .params import AttentionRows
 from .row_masks import NoMasks
+
+
+@fieldwise_init
+struct LatentOptions(TrivialRegisterPassable):
+    """The options of a call, as `LatentOptions.numbers` makes them (`../../python/paged_kv/options.py`)."""
+
+    var scale: Float32
+    """Multiplies q_pe . kpe."""
+    var latent_scale: Float32
+    """Multiplies q_nope . ckv beside it."""
+    var v_scale: Float32
 
 
 @fieldwise_init
@@ -30,8 +43,7 @@ struct LatentCall(TrivialRegisterPassable):
     var row_lengths: Int
     var sinks: Int
     var num_sinks: Int
-    var options: Int
-    """The address of three float32."""
+    var options: AddressOf[LatentOptions]
     var cache: CacheMemory
     """Kpe as K, ckv as V."""
     var workers: Workers
@@ -50,7 +62,7 @@ struct LatentCall(TrivialRegisterPassable):
         workers: Workers,
     ) raises -> Self:
         """From the operands of the op; refuses lengths and shapes that do not fit each other."""
-        check_equal("options: its length", options.dim_size(0), 3)
+        check_equal("options: its length", options.dim_size(0), size_of[LatentOptions]() // size_of[Float32]())
         check_equal("q_nope: its number of rows", q_nope.dim_size(0), q_pe.dim_size(0))
         check_equal("q_nope: its number of heads", q_nope.dim_size(1), q_pe.dim_size(1))
         check_equal("row_batch: its length", row_batch.dim_size(0), q_pe.dim_size(0))
@@ -76,10 +88,10 @@ struct LatentCall(TrivialRegisterPassable):
     def logits(self) raises -> Logits:
         """Return how scores are scaled, with the sinks; refuse a scale that is not a number."""
         var none = constant_at[DType.float32](self.sinks)
-        var options = constant_at[DType.float32](self.options)
+        var options = self.options[]
         var logits = Logits(
             # Without a rotary part the latent one is all there is to scale.
-            scale=options[unsafe_offset=0] * (options[unsafe_offset=1] if self.pe_dim == 0 else 1),
+            scale=options.scale * (options.latent_scale if self.pe_dim == 0 else 1),
             soft_cap=0,
             window_left=-1,
             alibi_slopes=none,
@@ -92,7 +104,7 @@ struct LatentCall(TrivialRegisterPassable):
 
     def rows[dtype: DType, o_dtype: DType](self, out rows: AttentionRows[dtype, o_dtype]) raises:
         """The rows; refuses options that do not fit."""
-        var options = constant_at[DType.float32](self.options)
+        var options = self.options[]
         rows = {
             memory_at[dtype](self.q_pe),
             memory_at[o_dtype](self.o),
@@ -101,12 +113,12 @@ struct LatentCall(TrivialRegisterPassable):
             constant_at[DType.int32](self.row_lengths),
             self.num_rows,
             self.num_heads,
-            v_scale = options[unsafe_offset=2],
+            v_scale = options.v_scale,
             rope_theta = 0,
             rope_scale = 1,
             masks = NoMasks(),
             q_latent = memory_at[dtype](self.q_nope),
-            latent_scale = options[unsafe_offset=1] if self.pe_dim > 0 else 1,
+            latent_scale = options.latent_scale if self.pe_dim > 0 else 1,
         }
         if self.num_sinks > 0:
             check_equal("sinks: its length", self.num_sinks, self.num_heads)

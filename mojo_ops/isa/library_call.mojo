@@ -1,7 +1,8 @@
 """Calls of kernels that lie in a library of their own, compiled once for a CPU (`../README.md`).
 
 A library exports one C function, of the address of a struct of 64-bit numbers. It returns 0, or the address of a
-message, null-terminated, in memory of C's `malloc`, which the caller frees.
+message, null-terminated, in memory of C's `malloc`, which the caller frees. It also says what the struct's fields are
+(`call_layout.mojo`).
 """
 
 from std.ffi import external_call
@@ -56,9 +57,8 @@ def run_python(code: String):
     _ = line
 
 
-def message_of(error: Error) -> Int:
-    """The address of a copy of what an error says, in C's memory."""
-    var text = String(error)
+def copied(text: String) -> Int:
+    """The address of a copy of a text, in C's memory."""
     var length = text.byte_length()
     var copy = external_call["malloc", Text](length + 1)
     unsafe_memcpy(dest=copy, src=text.unsafe_ptr(), count=length)

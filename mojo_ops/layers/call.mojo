@@ -377,7 +377,7 @@ struct ChooseExpertsCall(TrivialRegisterPassable):
     var has_bias: Int
     var sigmoid: Int
     var sum_to_one: Int
-    var scale: Int
+    var numbers: Int
     """The address of the scale and the jitter, float32."""
     var workers: Workers
 
@@ -395,8 +395,8 @@ struct ChooseExpertsCall(TrivialRegisterPassable):
             self.has_bias != 0,
             self.sigmoid != 0,
             self.sum_to_one != 0,
-            memory_at[DType.float32](self.scale)[unsafe_offset=0],
-            memory_at[DType.float32](self.scale)[unsafe_offset=1],
+            memory_at[DType.float32](self.numbers)[unsafe_offset=0],
+            memory_at[DType.float32](self.numbers)[unsafe_offset=1],
         ).run(self.workers)
 
 

@@ -2,6 +2,7 @@
 
 from ..cache.checks import check_rows
 from ..cache.pointers import constant_at, memory_at, untracked
+from ..isa.call_layout import AddressOf
 from ..isa.threads import Workers
 from .dispatch import linear
 from .experts import check_experts, linear_experts
@@ -30,8 +31,8 @@ struct Member(TrivialRegisterPassable):
 struct LinearCall(TrivialRegisterPassable):
     """`y_i = x w_i^T` of `count` members: x `[m, k]`."""
 
-    var members: Int
-    """The address of `count` times `Member`."""
+    var members: AddressOf[Member]
+    """`count` of them."""
     var count: Int
     var x: Int
     var m: Int
@@ -41,7 +42,8 @@ struct LinearCall(TrivialRegisterPassable):
     def run[dtype: DType, weight_dtype: DType](self):
         """Computes them on the CPU."""
         var members = List[LinearMember[dtype, weight_dtype]](capacity=self.count)
-        for member in given_members(self.members, self.count):
+        for i in range(self.count):
+            var member = self.members[i]
             members.append({memory_at[dtype](member.y), memory_at[weight_dtype](member.w), member.n})
         linear(untracked(members.unsafe_ptr()), self.count, memory_at[dtype](self.x), self.m, self.k, self.workers)
         _ = members^
@@ -59,8 +61,8 @@ struct LinearCall(TrivialRegisterPassable):
 struct ExpertsCall(TrivialRegisterPassable):
     """`y_i[r] = x[r // (rows / m)] w_i[experts[r]]^T` of `count` members, 0 where the expert is -1: x `[m, k]`."""
 
-    var members: Int
-    """The address of `count` times `Member`, whose w is a stack of weights."""
+    var members: AddressOf[Member]
+    """`count` of them, whose w is a stack of weights."""
     var count: Int
     var x: Int
     var experts: Int
@@ -75,7 +77,8 @@ struct ExpertsCall(TrivialRegisterPassable):
         """Computes them on the CPU."""
         var experts = constant_at[DType.int32](self.experts)
         check_experts(experts, self.rows, self.m, self.num_experts)
-        for member in given_members(self.members, self.count):
+        for i in range(self.count):
+            var member = self.members[i]
             linear_experts(
                 memory_at[dtype](member.y),
                 memory_at[dtype](self.x),
@@ -137,20 +140,11 @@ struct QuantisedRowsCall(TrivialRegisterPassable):
                     chosen.unpack[ENCODINGS[i]](self.workers)
 
 
-def given_members(address: Int, count: Int) -> List[Member]:
-    """The members at an address."""
-    var at = address
-    var first = Pointer(to=at).unsafe_bitcast[Pointer[Member, ImmUntrackedOrigin]]()[]
-    var found = List[Member](capacity=count)
-    for i in range(count):
-        found.append(first[unsafe_offset=i])
-    return found^
-
-
-def quantised_members[dtype: DType](address: Int, count: Int) -> List[QuantisedMember[dtype]]:
-    """The members at an address, of weights in blocks."""
+def quantised_members[dtype: DType](members: AddressOf[Member], count: Int) -> List[QuantisedMember[dtype]]:
+    """The members of weights in blocks."""
     var found = List[QuantisedMember[dtype]](capacity=count)
-    for member in given_members(address, count):
+    for i in range(count):
+        var member = members[i]
         found.append(
             {
                 memory_at[dtype](member.y),

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_kv.arguments import shown
+from paged_kv.call_layouts import LATENT_OPTIONS, SOFTMAX_OPTIONS
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.kv_formats import CODE_DTYPES, TABLE, Codes
 
@@ -216,16 +217,14 @@ class AttentionOptions:
                 f"sm_scale * q_scale * k_scale must be 0 or from {LEAST_NORMAL:.2g} to {LARGEST:.2g} in magnitude"
                 f" (float32), not {sm_scale:g} * {q_scale:g} * {k_scale:g}"
             )
-        return np.array(
-            [
-                scale,
-                self.logits_soft_cap,
-                self.v_scale,
-                self.rope_theta or 0.0,
-                self.rope_scale,
-            ],
-            np.float32,
+        numbers = SOFTMAX_OPTIONS.flat(
+            scale=scale,
+            soft_cap=self.logits_soft_cap,
+            v_scale=self.v_scale,
+            rope_theta=self.rope_theta or 0.0,
+            rope_scale=self.rope_scale,
         )
+        return np.array(numbers, np.float32)
 
 
 @dataclass(frozen=True)
@@ -264,7 +263,9 @@ class LatentOptions:
         ):
             if sm_scale != 0 or "/" in name:
                 check_number(name, value)
-        return np.array([sm_scale * kpe_scale, ckv_scale / kpe_scale, ckv_scale], np.float32)
+        scale = sm_scale * kpe_scale
+        numbers = LATENT_OPTIONS.flat(scale=scale, latent_scale=ckv_scale / kpe_scale, v_scale=ckv_scale)
+        return np.array(numbers, np.float32)
 
 
 def _check_is_number(name: str, value: Any) -> None:

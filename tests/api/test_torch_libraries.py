@@ -1,6 +1,5 @@
 """The libraries of kernels behind the torch operators: the bits of other calls, whose threads they run on, refusals."""
 
-import struct
 import subprocess
 import sys
 import threading
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 import paged_kv.torch as operators
+from paged_kv.call_layouts import ATTENTION, CACHE_STORAGE, CACHE_TABLE, CACHE_VIEW, MASKS
 from paged_kv.errors import ContractError
 from paged_kv.runtime.libraries import kernel
 from paged_kv.runtime.team import workers
@@ -174,12 +174,30 @@ def test_what_a_kernel_refuses_is_an_error_and_nothing_is_written() -> None:
     q, o, lse, k = torch.ones(1, 1, 8), torch.full((1, 1, 8), 7.0), torch.full((1, 1), 7.0), torch.ones(1, 1, 1, 8)
     batch, lengths, table = np.zeros(1, np.int32), np.array([-3], np.int32), np.zeros((1, 1), np.uint32)
     options, none = np.array([1, 0, 1, 0, 1], np.float32), np.zeros(0, np.float32)
-    rows = o.data_ptr(), lse.data_ptr(), q.data_ptr(), 1, 1, 8, 8, batch.ctypes.data, lengths.ctypes.data
-    logits = none.ctypes.data, 0, none.ctypes.data, 0, -1, options.ctypes.data
-    storage = k.data_ptr(), 8, k.data_ptr(), 8, 1, 1, 1, 8, 0, 8, 8, 8, 0, 8, 8, 8, 8, table.ctypes.data, 1, 1
+    storage = CACHE_STORAGE.pack(k.data_ptr(), 8, k.data_ptr(), 8)
+    view = CACHE_VIEW.pack(*(1, 1, 1, 8), *(0, 8, 8, 8), *(0, 8, 8, 8), 8)
+    operands = ATTENTION.pack(
+        o=o.data_ptr(),
+        lse=lse.data_ptr(),
+        q=q.data_ptr(),
+        num_rows=1,
+        num_heads=1,
+        head_dim=8,
+        value_dim=8,
+        row_batch=batch.ctypes.data,
+        row_lengths=lengths.ctypes.data,
+        slopes=none.ctypes.data,
+        num_slopes=0,
+        sinks=none.ctypes.data,
+        num_sinks=0,
+        masks=MASKS.zeros,
+        window_left=-1,
+        options=options.ctypes.data,
+        cache=storage + view + CACHE_TABLE.pack(table.ctypes.data, 1, 1),
+    )
     attend = kernel("attention", "float32", "float32", "float32")
     with pytest.raises(ContractError, match=r"row_lengths: row 0 \(request 0\) has length -3"):
-        attend(struct.pack("<45q", *rows, *[0] * 10, *logits, *storage) + workers())
+        attend(operands + workers())
     with pytest.raises(ContractError, match=r"would write torch\.float32 to a tensor of torch\.bfloat16"):
         memory.output(lse.bfloat16(), torch.float32)
     assert float(o.sum()) == 7.0 * 8

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 from max.dtype import DType
 
+from paged_kv.call_layouts import CALLS, WORKERS, Layout
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.engine.model import DecoderModel
 from paged_kv.engine.step import StepGraph
-from paged_kv.errors import ContractError
+from paged_kv.errors import ContractError, ToolchainError
+from paged_kv.runtime import libraries
 from paged_kv.runtime import program as programs
 from paged_kv.runtime.graph_reading import UnknownGraph
-from paged_kv.runtime.libraries import Kernel, refusal
+from paged_kv.runtime.libraries import Kernel, text_at
 from paged_kv.runtime.libraries import load as load_libraries
 from support.llama_family import poison
 
@@ -94,7 +96,14 @@ def test_a_number_that_is_no_function_is_refused(kind):
     call = getattr(ctypes.CDLL(None), kernel.name)
     call.argtypes, call.restype = [ctypes.c_void_p], ctypes.c_void_p
     numbers = np.full(16, 77, np.int64)  # none of them is read as an address
-    assert re.match(r"function: 77|activation: 77|a conversion of 77", refusal(call(numbers.ctypes.data)))
+    assert re.match(r"function: 77|activation: 77|a conversion of 77", text_at(call(numbers.ctypes.data)))
+
+
+def test_a_kernel_of_other_operands_than_python_has_is_refused(monkeypatch):
+    monkeypatch.setattr(libraries, "_FUNCTIONS", {})
+    monkeypatch.setitem(CALLS, "unary", Layout("y x function count workers", workers=WORKERS))
+    with pytest.raises(ToolchainError, match=r"unary: .* takes \(y x function .*, got \(y x count function workers\("):
+        load_libraries([Kernel("unary", ("float32",))])
 
 
 def test_two_models_in_two_threads(model, expected):

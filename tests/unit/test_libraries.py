@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from paged_kv.arrays.dtypes import CACHE_DTYPES, DTYPES
+from paged_kv.call_layouts import CALLS
 from paged_kv.calls.latent import LatentPlan
 from paged_kv.calls.plan import AttentionPlan
 from paged_kv.errors import ContractError, ContractTypeError, ToolchainError
@@ -19,6 +20,8 @@ from paged_kv.runtime.host_calls import kernel_of as kernel_of_variant
 from paged_kv.runtime.libraries import Kernel, api_libraries, kernel_of
 from support.permissions import permissions_count
 
+check_layouts = module._check_layouts
+
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
@@ -27,6 +30,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_paths", inspect.unwrap(module._paths))  # as it is where no tests run
     load = module.ctypes.CDLL
     monkeypatch.setattr(module.ctypes, "CDLL", lambda path, **_: Path(path).read_text() if path else load(path))
+    monkeypatch.setattr(module, "_check_layouts", lambda *_: None)
     monkeypatch.setattr(module, "_function", lambda library, name: f"{name} of {library}")
     monkeypatch.setattr(module, "kernel_library", lambda sources: tmp_path / "packed" / sources.name)
     monkeypatch.setattr(module._STATE, "has_built", False)
@@ -57,7 +61,7 @@ def compiler(monkeypatch):
 
 
 def exports(program):
-    return re.findall(r'@export\("paged_kv_(\w+)"', program)
+    return re.findall(r'@export\("paged_kv_(?!layouts)(\w+)"', program)
 
 
 def attend():
@@ -204,8 +208,25 @@ def test_what_a_kernel_says_is_raised(monkeypatch):
     said = module.ctypes.create_string_buffer(b"row_lengths: row 0 has length -3")
     freed = []
     monkeypatch.setattr(module, "_FREE", freed.append)
-    assert module.refusal(module.ctypes.addressof(said)) == "row_lengths: row 0 has length -3"
+    assert module.text_at(module.ctypes.addressof(said)) == "row_lengths: row 0 has length -3"
     assert freed == [module.ctypes.addressof(said)]
+
+
+def test_a_library_whose_kernels_take_other_operands_is_refused(monkeypatch):
+    """Its fields in another order, or without one of them."""
+    monkeypatch.setattr(module, "_FREE", lambda _: None)
+    merge = Kernel("merge", ("float32",)).library
+
+    def library(text):
+        said = module.ctypes.create_string_buffer(f"\nappend ()\nmerge {text}".encode())
+        return {
+            "paged_kv_layouts": module.ctypes.CFUNCTYPE(module.ctypes.c_void_p)(lambda: module.ctypes.addressof(said))
+        }
+
+    check_layouts(library(CALLS["merge"].text), merge)
+    for wrong in ("s v", "s", "v s more"):
+        with pytest.raises(ToolchainError, match=rf"merge: .* takes \(merged_v merged_s v s .*, got \(.* {wrong} num"):
+            check_layouts(library(CALLS["merge"].text.replace("v s", wrong)), merge)
 
 
 def test_what_is_missing_is_built_together(compiler, folder, monkeypatch):

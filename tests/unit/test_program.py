@@ -11,7 +11,17 @@ from paged_kv.runtime import libraries, program_ops
 from paged_kv.runtime.graph_reading import Operation, ReadGraph, UnknownGraph, Value, Word, product
 from paged_kv.runtime.libraries import Kernel
 from paged_kv.runtime.program import Program, kernels_of, place
-from paged_kv.runtime.program_ops import ACTIVATIONS, BINARY, CONVERTED, UNARY, Call, Layers, calls_of, calls_of_all
+from paged_kv.runtime.program_ops import (
+    ACTIVATIONS,
+    BINARY,
+    CONVERTED,
+    MEMBERS,
+    UNARY,
+    Call,
+    Layers,
+    calls_of,
+    calls_of_all,
+)
 from support.mojo_names import mojo_tuple
 
 T, B = Word(0, 1, "T"), Word(0, 1, "B")
@@ -129,7 +139,7 @@ def test_the_demo_calls_two_libraries(demo_graph):
 def test_the_numbers_of_calls_lie_one_after_the_other():
     program = Program.__new__(Program)
     kernel = Kernel("linear", ("float32", "float32"))
-    program.calls = [Call(kernel, [Word(2), T], [Word(5), Word(6)]), Call(kernel, [Word(1, 3, "T")])]
+    program.calls = [Call(kernel, [MEMBERS, Word(2), T], [Word(5), Word(6)]), Call(kernel, [Word(1, 3, "T")], [])]
     program.slots = []
     program._pack({kernel: 17})
     # Members, their address, the call's own numbers, then its three of threads.

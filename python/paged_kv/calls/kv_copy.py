@@ -9,7 +9,6 @@ in the order of torch's current stream, and not waited for.
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -21,6 +20,7 @@ from max.dtype import DType
 from paged_kv.arrays.dtypes import DTYPES, max_dtype
 from paged_kv.arrays.pages import Pages
 from paged_kv.arrays.types import ArrayDevice, Operand, namespace
+from paged_kv.call_layouts import APPEND, CACHE_TABLE
 from paged_kv.calls.offsets import offsets_of
 from paged_kv.calls.table import Table
 from paged_kv.kv_formats import KVFormat
@@ -28,6 +28,7 @@ from paged_kv.options import stored_elements
 from paged_kv.runtime.session import runtime_on
 from paged_kv.runtime.variants import Variant
 
+_ADDRESSES = APPEND.part("batch_indices positions")
 _UNSIGNED = {1: DType.uint8, 2: DType.uint16, 4: DType.uint32, 8: DType.uint32}
 """By bytes of an element: the unsigned integer that stands for it, or for half of it."""
 
@@ -60,8 +61,8 @@ class Slots:
         for array in (self.requests, self.slots, self.pages):
             assert array.dtype == np.int32
             assert array.flags.c_contiguous
-        where = struct.pack("<2q", self.requests.ctypes.data, self.slots.ctypes.data)
-        return where, struct.pack("<3q", self.pages.ctypes.data, len(self.pages), 1)
+        where = _ADDRESSES.pack(self.requests.ctypes.data, self.slots.ctypes.data)
+        return where, CACHE_TABLE.pack(self.pages.ctypes.data, len(self.pages), 1)
 
 
 def write_rows(pages: Pages, k_rows: Any, v_rows: Any, slots: Slots) -> None:

@@ -6,7 +6,6 @@ memory.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,10 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_kv.arrays.types import ArrayDevice, Operand
+from paged_kv.call_layouts import ATTENTION, CACHE_TABLE
 from paged_kv.calls.offsets import MAX_ROWS, Indices
 from paged_kv.calls.table import Table
 from paged_kv.errors import PageTableError, ShapeError
 
+_ADDRESSES = ATTENTION.part("row_batch row_lengths")
 _NO_INT32 = np.zeros(0, np.int32)
 
 
@@ -123,8 +124,8 @@ class Rows:
         for array, dtype in ((self.batch, np.int32), (self.lengths, np.int32), (entries, np.uint32)):
             assert array.dtype == dtype
             assert array.flags.c_contiguous
-        rows = struct.pack("<2q", self.batch.ctypes.data, self.lengths.ctypes.data)
-        return rows, struct.pack("<3q", entries.ctypes.data, *entries.shape)
+        rows = _ADDRESSES.pack(self.batch.ctypes.data, self.lengths.ctypes.data)
+        return rows, CACHE_TABLE.pack(entries.ctypes.data, *entries.shape)
 
     def operands_on(self, device: ArrayDevice) -> tuple[Operand, Operand, Operand]:
         """row_batch, row_lengths and lookup_table in a device's memory: copied there once, which waits for nothing."""

@@ -28,7 +28,7 @@ from paged_kv.errors import ToolchainError
 from paged_kv.graphs.ops import kernels
 from paged_kv.runtime.cpu_target import CpuInfo
 
-PYTHON = ("kv_formats.py", "options.py", "graphs/*.py")
+PYTHON = ("call_layouts.py", "kv_formats.py", "options.py", "graphs/*.py")
 """Files that every graph is built with."""
 MOJO = "mojo_ops/**/*.mojo"
 MODELS = "graphs/models/*.py"

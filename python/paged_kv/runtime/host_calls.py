@@ -1,13 +1,10 @@
 """Calls of the ops over arrays on the host: a struct of 64-bit numbers is packed, and a library of kernels called.
 
-The operands are those of `Variant.build`, NumPy arrays that are C-contiguous; K and V are `Memory`. The numbers are
-in the order of the structs of `mojo_ops`: `attention/call.mojo`, `attention/latent_call.mojo`,
-`attention/merge_states.mojo`, `transfer/call.mojo`, `linear/call.mojo` and `recurrent/call.mojo`.
+The operands are those of `Variant.build`, NumPy arrays that are C-contiguous; K and V are `Memory`.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +14,24 @@ import ml_dtypes  # noqa: F401  (NumPy then knows bfloat16 and float8 by name)
 import numpy as np
 from max.dtype import DType
 
+from paged_kv.call_layouts import (
+    APPEND,
+    ATTENTION,
+    CACHE,
+    CACHE_STORAGE,
+    CACHE_TABLE,
+    CACHE_VIEW,
+    CALLS,
+    GATHER,
+    LATENT,
+    MASKS,
+    MEMBER,
+    MERGE,
+    RECURRENCE,
+    SOFTMAX_OPTIONS,
+    TOKEN_ROWS,
+    named,
+)
 from paged_kv.runtime.libraries import COPIED, Kernel, kernel, load
 from paged_kv.runtime.team import workers
 from paged_kv.runtime.variants import Variant
@@ -70,17 +85,16 @@ def multiply(
     ys = [np.empty((rows, each.w.shape[-2]), x.dtype) for each in weights]
     members = np.array(
         [
-            (_at(y), _at(each.w), y.shape[1], each.w.shape[-1], each.encoding)
+            MEMBER.flat(y=_at(y), w=_at(each.w), n=y.shape[1], row_bytes=each.w.shape[-1], encoding=each.encoding)
             for y, each in zip(ys, weights, strict=True)
         ],
         np.int64,
     )
-    numbers = [_at(members), len(ys), _at(x)]
+    operands = {"members": _at(members), "count": len(ys), "x": _at(x), "m": m, "k": k}
     if experts is not None:
-        numbers += [_at(experts), rows]
-    numbers += [m, *([weights[0].w.shape[0]] if experts is not None else []), k]
+        operands |= {"experts": _at(experts), "rows": rows, "num_experts": weights[0].w.shape[0]}
     dtypes = (x.dtype.name,) if mask else (x.dtype.name, weights[0].w.dtype.name)
-    kernel(kind, *dtypes, mask=mask, sources=sources)(np.array(numbers, np.int64).tobytes() + workers())
+    kernel(kind, *dtypes, mask=mask, sources=sources)(CALLS[kind].pack(**operands) + workers())
     return ys
 
 
@@ -114,13 +128,16 @@ def recur(
         scale: Multiplies q.
         normed: q and k are divided by their lengths.
     """
-    rows, heads, value_dim = o.shape
-    skip, numbers = np.zeros(heads, np.float32), np.array([scale], np.float32)
-    tables = (offsets, sources, save_offsets, save_counts, save_slots)
-    addresses = [*map(_at, (o, x, decays, rates, skip, matrices, *tables))]
-    sizes = [len(sources), rows, heads, key_heads, matrices.shape[3], value_dim, x.shape[1], int(normed)]
-    packed = np.array([*addresses, *sizes, _at(numbers)], np.int64)
-    kernel(kind, "float32")(packed.tobytes() + workers())
+    skip, numbers = np.zeros(o.shape[1], np.float32), np.array([scale], np.float32)
+    operands = RECURRENCE.pack(
+        **_addresses(o=o, x=x, decays=decays, rates=rates, skip=skip, matrices=matrices, numbers=numbers),
+        **_addresses(offsets=offsets, sources=sources, save_offsets=save_offsets, counts=save_counts, slots=save_slots),
+        **named("rows heads value_dim", o.shape),
+        **named("requests key_dim width", (len(sources), matrices.shape[3], x.shape[1])),
+        key_heads=key_heads,
+        normed=int(normed),
+    )
+    kernel(kind, "float32")(operands + workers())
 
 
 class Weight(NamedTuple):
@@ -164,48 +181,78 @@ def _attention(variant: Variant, inputs: tuple[Any, ...]) -> Call:
     q, row_batch, row_lengths, *rest = inputs
     masks, value_dim = _NO_MASKS, q.shape[2]
     if variant.op == "masked_attention":
-        *given, head_of_v = rest[:6]
-        rest, value_dim = rest[6:], len(head_of_v)
-        masks = _MASKS.pack(*(number for array in given for number in (_at(array), len(array))))
+        masks, value_dim, rest = _masks(rest[:5]), len(rest[5]), rest[6:]
     k, v, table, view, slopes, sinks, window_left, options = rest
     o, lse = _outputs(variant, q.shape[0], q.shape[1], value_dim)
-    rows = _ROWS.pack(_at(o), _at(lse), _at(q), *q.shape, value_dim, _at(row_batch), _at(row_lengths))
-    logits = _LOGITS.pack(_at(slopes), len(slopes), _at(sinks), len(sinks), int(window_left), _at(options))
-    rotated = bool(options[_ROPE_THETA])
-    return kernel_of(variant, rotated=rotated), rows + masks + logits + _cache(k, v, table, view), [o, lse]
+    operands = ATTENTION.pack(
+        o=_at(o),
+        lse=_at(lse),
+        q=_at(q),
+        num_rows=q.shape[0],
+        num_heads=q.shape[1],
+        head_dim=q.shape[2],
+        value_dim=value_dim,
+        row_batch=_at(row_batch),
+        row_lengths=_at(row_lengths),
+        masks=masks,
+        slopes=_at(slopes),
+        num_slopes=len(slopes),
+        sinks=_at(sinks),
+        num_sinks=len(sinks),
+        window_left=int(window_left),
+        options=_at(options),
+        cache=_cache(k, v, table, view),
+    )
+    return kernel_of(variant, rotated=bool(options[_ROPE_THETA])), operands, [o, lse]
+
+
+def _masks(arrays: Sequence[Array]) -> bytes:
+    return MASKS.pack(
+        **named("row_positions token_offsets mask mask_starts mask_firsts", map(_at, arrays)),
+        **named("num_positions num_offsets mask_bytes num_starts num_firsts", map(len, arrays)),
+    )
 
 
 def _latent(variant: Variant, inputs: tuple[Any, ...]) -> Call:
     q_nope, q_pe, row_batch, row_lengths, kpe, ckv, table, view, sinks, options = inputs
-    o, lse = _outputs(variant, q_pe.shape[0], q_pe.shape[1], q_nope.shape[2])
-    operands = _LATENT.pack(
-        *(_at(o), _at(lse), _at(q_nope), _at(q_pe), *q_pe.shape[:2], q_nope.shape[2], q_pe.shape[2]),
-        *(_at(row_batch), _at(row_lengths), _at(sinks), len(sinks), _at(options)),
+    o, lse = _outputs(variant, *q_nope.shape)
+    operands = LATENT.pack(
+        **_addresses(o=o, lse=lse, q_nope=q_nope, q_pe=q_pe, row_batch=row_batch, row_lengths=row_lengths),
+        **_addresses(sinks=sinks, options=options),
+        **named("num_rows num_heads pe_dim", q_pe.shape),
+        **named("nope_dim num_sinks", (q_nope.shape[2], len(sinks))),
+        cache=_cache(kpe, ckv, table, view),
     )
-    return kernel_of(variant), operands + _cache(kpe, ckv, table, view), [o, lse]
+    return kernel_of(variant), operands, [o, lse]
 
 
 def _merge(variant: Variant, inputs: tuple[Any, ...]) -> Call:
     v, s = inputs
-    rows, states, heads, head_dim = v.shape
+    rows, _, heads, head_dim = v.shape
     merged_v = np.empty((rows, heads, head_dim), v.dtype)
     merged_s = np.empty((rows, heads), np.float32)
-    addresses = _at(merged_v), _at(merged_s), _at(v), _at(s)
-    return kernel_of(variant), _MERGE.pack(*addresses, rows, states, heads, head_dim), [merged_v, merged_s]
+    addresses = _addresses(merged_v=merged_v, merged_s=merged_s, v=v, s=s)
+    operands = MERGE.pack(**addresses, **named("num_rows num_states num_heads head_dim", v.shape))
+    return kernel_of(variant), operands, [merged_v, merged_s]
 
 
 def _append(variant: Variant, inputs: tuple[Any, ...]) -> Call:
     k_rows, v_rows, batch_indices, positions, k, v, table, view = inputs
-    rows = _TOKENS.pack(_at(k_rows), _at(v_rows), *k_rows.shape, *v_rows.shape[1:])
-    where = _WHERE.pack(_at(batch_indices), _at(positions))
-    return kernel_of(variant), rows + where + _cache(k, v, table, view), []
+    where = _addresses(batch_indices=batch_indices, positions=positions)
+    rows = _token_rows(k_rows, v_rows)
+    return kernel_of(variant), APPEND.pack(rows=rows, **where, cache=_cache(k, v, table, view)), []
 
 
 def _gather(variant: Variant, inputs: tuple[Any, ...]) -> Call:
     indptr, like, k, v, table, view = inputs
     found = [np.empty(like.shape, _numpy(variant.dtype)) for _ in range(2)]
-    rows = _TOKENS.pack(*map(_at, found), *like.shape, *like.shape[1:])
-    return kernel_of(variant), rows + _ADDRESS.pack(_at(indptr)) + _cache(k, v, table, view), found
+    rows = _token_rows(*found)
+    return kernel_of(variant), GATHER.pack(rows=rows, indptr=_at(indptr), cache=_cache(k, v, table, view)), found
+
+
+def _token_rows(k: Array, v: Array) -> bytes:
+    sizes = named("count k_heads k_dim", k.shape) | named("_ v_heads v_dim", v.shape)
+    return TOKEN_ROWS.pack(k=_at(k), v=_at(v), **sizes)
 
 
 _CALLS: dict[str, Callable[[Variant, tuple[Any, ...]], Call]] = {
@@ -216,19 +263,8 @@ _CALLS: dict[str, Callable[[Variant, tuple[Any, ...]], Call]] = {
     "append": _append,
     "gather": _gather,
 }
-_ROPE_THETA = 3
-"""Its place among the options of attention."""
-_ROWS = struct.Struct("<9q")
-_MASKS = struct.Struct("<10q")
-_NO_MASKS = bytes(_MASKS.size)
-_LOGITS = struct.Struct("<6q")
-_LATENT = struct.Struct("<13q")
-_MERGE = struct.Struct("<8q")
-_TOKENS = struct.Struct("<7q")
-_WHERE = struct.Struct("<2q")
-_ADDRESS = struct.Struct("<q")
-_MEMORY = struct.Struct("<4q")
-_TABLE = struct.Struct("<3q")
+_ROPE_THETA = SOFTMAX_OPTIONS.index("rope_theta")
+_NO_MASKS = MASKS.zeros
 
 
 def _outputs(variant: Variant, rows: int, heads: int, head_dim: int) -> tuple[Array, Array]:
@@ -237,16 +273,20 @@ def _outputs(variant: Variant, rows: int, heads: int, head_dim: int) -> tuple[Ar
 
 
 def _cache(k: Memory, v: Memory, table: Array, view: Array) -> bytes:
-    """`CacheMemory`."""
-    numbers = view.tobytes()
-    if len(view) == _SAME_WIDTH:
-        numbers += numbers[_HEAD_DIM]
-    return _MEMORY.pack(k.address, k.size, v.address, v.size) + numbers + _TABLE.pack(_at(table), *table.shape)
+    """Both and their table; a view without V's head_dim is of a V that has K's."""
+    numbers = view.tolist()
+    if len(numbers) < _VIEW_SIZE:
+        numbers.append(numbers[_K_DIM])
+    storage = CACHE_STORAGE.pack(k.address, k.size, v.address, v.size)
+    return storage + CACHE_VIEW.pack(*numbers) + CACHE_TABLE.pack(_at(table), *table.shape)
 
 
-_SAME_WIDTH = 12
-"""Numbers of a view whose V has K's head_dim."""
-_HEAD_DIM = slice(24, 32)
+_VIEW_SIZE = CACHE_VIEW.size // 8
+_K_DIM = CACHE.index("k_dim") - CACHE.index("pages")
+
+
+def _addresses(**arrays: Array) -> dict[str, int]:
+    return {name: _at(array) for name, array in arrays.items()}
 
 
 def _at(array: Array) -> int:

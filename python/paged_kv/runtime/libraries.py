@@ -28,6 +28,7 @@ from typing import Any
 # Its libraries are those that kernels need, and are found by their names once they are loaded.
 from max.driver import get_virtual_cpu_target
 
+from paged_kv.call_layouts import CALLS
 from paged_kv.errors import ContractError, ToolchainError
 from paged_kv.graphs.encodings import ENCODINGS
 from paged_kv.graphs.ops import kernels
@@ -42,7 +43,7 @@ from paged_kv.runtime.places import origin, places
 from paged_kv.runtime.store import Artefact, Store
 
 Function = Callable[[bytes], None]
-"""A kernel: it takes the bytes of its struct (`mojo_ops/*/call.mojo`)."""
+"""A kernel: it takes the bytes of its struct (`call_layouts.CALLS`)."""
 
 PROGRAM = "library.mojo"
 COPIED = {1: "uint8", 2: "bfloat16", 4: "float32"}
@@ -268,6 +269,7 @@ def _loaded(wanted: Kernel, sources: Path | None, path: Path | None = None) -> F
         if (sources, wanted) not in _FUNCTIONS:
             library = wanted.library
             path = path or (_paths([library])[library] if sources is None else _built_from(sources, library))
+            _check_layouts(ctypes.CDLL(str(path)), library)
             # An op of a graph, and the team of threads, look for functions among the names that all of the process
             # sees.
             loaded = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
@@ -283,6 +285,20 @@ def _built_from(sources: Path, library: Library) -> Path:
     return path
 
 
+def _check_layouts(loaded: ctypes.CDLL, library: Library) -> None:
+    """Refuses a library of kernels that take other operands than `call_layouts.py` has.
+
+    Raises:
+        ToolchainError: as said.
+    """
+    export = loaded["paged_kv_layouts"]
+    export.restype = ctypes.c_void_p
+    exported = dict(line.split(" ", 1) for line in text_at(export()).split("\n")[1:])
+    for kind in library.kinds:
+        if (got := exported.get(kind)) != (expected := CALLS[kind].text):
+            raise ToolchainError(f"{kind}: expected a library that takes {expected}, got {got}")
+
+
 def _function(library: ctypes.CDLL, name: str) -> Function:
     function = library[name]
     function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_void_p
@@ -290,17 +306,17 @@ def _function(library: ctypes.CDLL, name: str) -> Function:
     def call(operands: bytes) -> None:
         message = function(operands)
         if message:
-            raise ContractError(refusal(message))
+            raise ContractError(text_at(message))
 
     return call
 
 
-def refusal(message: int) -> str:
-    """The text of a kernel's refusal at an address, whose memory is freed."""
+def text_at(address: int) -> str:
+    """The text that a library has put at an address, whose memory is freed."""
     try:
-        return ctypes.string_at(message).decode(errors="replace")
+        return ctypes.string_at(address).decode(errors="replace")
     finally:
-        _FREE(message)
+        _FREE(address)
 
 
 def _paths(libraries: Sequence[Library], *, exact: bool = False) -> dict[Library, Path]:
@@ -417,22 +433,31 @@ def build_libraries(
 
 def program_of(libraries: Iterable[Library]) -> str:
     """The program that exports all kernels of some libraries, each once: its parts of `library.mojo`."""
-    head, export, kernels_of = _parts_of_program()
+    head, export, layouts, kernels_of = _parts_of_program()
     exported = list(dict.fromkeys(kernel for library in libraries for kernel in library.kernels()))
-    parts = [kernels_of[kind] for kind in dict.fromkeys(kernel.kind for kernel in exported)]
+    kinds = list(dict.fromkeys(kernel.kind for kernel in exported))
+    parts = [kernels_of[kind] for kind in kinds]
+    struct_of = {kind: _STRUCT.findall(kernels_of[kind])[0] for kind in kinds}
     for kernel in exported:
         parameters = [f"DType.{dtype}" for dtype in kernel.dtypes] + [str(kernel.mask)] * (kernel.kind in _QUANTISED)
         called = f"{kernel.kind}[{', '.join(parameters)}]"
-        parts.append(export.replace("NAME", kernel.name).replace("KERNEL", called))
-    return "".join([head, *parts])
+        struct = struct_of[kernel.kind]
+        parts.append(export.replace("NAME", kernel.name).replace("KERNEL", called).replace("STRUCT", struct))
+    line = 'add(text, "\\n{} ")\n    add_layout[{}](text)'
+    lines = "\n    ".join(line.format(kind, struct) for kind, struct in struct_of.items())
+    return "".join([head, *parts, layouts.replace("LINES", lines)])
+
+
+_STRUCT = re.compile(r"\(call: (\w+)\)")
+"""The struct of a kernel's call, in its part of `library.mojo`."""
 
 
 @cache
-def _parts_of_program() -> tuple[str, str, dict[str, str]]:
+def _parts_of_program() -> tuple[str, str, str, dict[str, str]]:
     text = (resources("paged_kv.runtime") / PROGRAM).read_text()
-    head, *parts = re.split(r"^# (Export|Kernel \w+)\n", text, flags=re.MULTILINE)
+    head, *parts = re.split(r"^# (Export|Layouts|Kernel \w+)\n", text, flags=re.MULTILINE)
     sections = {title.removeprefix("Kernel "): body for title, body in zip(parts[::2], parts[1::2], strict=True)}
-    return head, sections.pop("Export"), sections
+    return head, sections.pop("Export"), sections.pop("Layouts"), sections
 
 
 def _build(program: str, options: list[str], path: Path, target: str | None) -> None:

@@ -16,17 +16,17 @@ from typing import Any
 
 import numpy as np
 
+from paged_kv.call_layouts import PROGRAM, WORKERS
 from paged_kv.errors import ContractError
 from paged_kv.runtime.forks import renew_in_children
 from paged_kv.runtime.graph_reading import Array, ReadGraph, UnknownGraph, Value, Word
-from paged_kv.runtime.libraries import Kernel, load, refusal
-from paged_kv.runtime.program_ops import Call, Layers, calls_of_all
+from paged_kv.runtime.libraries import Kernel, load, text_at
+from paged_kv.runtime.program_ops import MEMBERS, Call, Layers, calls_of_all
 from paged_kv.runtime.step_profile import StepProfile
 from paged_kv.runtime.team import workers
 
 _LINE = 64
 """Bytes of a line of the CPU's caches, on which each slot begins."""
-_WORKERS = 3
 _WORDS = "words"
 """The symbol of the address of the numbers themselves."""
 
@@ -120,11 +120,9 @@ class Program:
             members = len(words)
             words += call.members
             starts.append(len(words))
-            if call.members:
-                words.append(Word(8 * members, 1, _WORDS))
-            words += call.words
+            words += [Word(8 * members, 1, _WORDS) if word is MEMBERS else word for word in call.words]
             self._workers_at.append(len(words))
-            words += [Word(0)] * _WORKERS
+            words += [Word(0)] * WORKERS.size
         self._words = np.array([word.constant for word in words], np.int64)
         varying = [index for index, word in enumerate(words) if word.coefficient]
         names = list(dict.fromkeys(words[index].symbol for index in varying))
@@ -137,8 +135,9 @@ class Program:
         self._functions = np.array([addresses[call.kernel] for call in self.calls], np.int64)
         self._operands = _address(self._words) + 8 * np.array(starts, np.int64)
         self._stopped = np.zeros(1, np.int64)
-        count = len(self.calls)
-        self._call = np.array([*map(_address, (self._functions, self._operands)), count, _address(self._stopped), 0])
+        functions, operands, stopped = map(_address, (self._functions, self._operands, self._stopped))
+        numbers = PROGRAM.flat(functions=functions, operands=operands, count=len(self.calls), stopped=stopped, begins=0)
+        self._call = np.array(numbers, np.int64)
         self._arena = np.empty(0, np.uint8)
 
     def run(self, inputs: Sequence[Array], profile: StepProfile | None = None) -> list[Array]:
@@ -153,7 +152,7 @@ class Program:
         """
         with self._lock:
             began = perf_counter_ns()
-            self._call[-1] = 0 if profile is None else _address(profile.begins)
+            self._call[PROGRAM.index("begins")] = 0 if profile is None else _address(profile.begins)
             sizes = self._sizes(inputs)
             outputs = [np.empty([_at(word, sizes) for word in value.shape], _numpy(value)) for value in self._outputs]
             sizes |= {f"input {i}": _address(each) for i, each in enumerate(inputs)}
@@ -164,12 +163,12 @@ class Program:
             self._words[self._varying] = self._constants + self._coefficients * values[self._symbol_of]
             threads = np.frombuffer(workers(), np.int64)
             at = np.array(self._workers_at, np.int64)
-            for index in range(_WORKERS):
+            for index in range(WORKERS.size):
                 self._words[at + index] = threads[index]
             message = self._run(_address(self._call))
             if message:
                 op = self.operations[self.of_call[int(self._stopped[0])]]
-                raise ContractError(f"{op.name}: {refusal(message)}")
+                raise ContractError(f"{op.name}: {text_at(message)}")
             if profile is not None:
                 profile.add(perf_counter_ns() - began, sizes)
         return outputs

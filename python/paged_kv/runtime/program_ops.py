@@ -1,14 +1,26 @@
-"""Operations of a graph as calls of kernels: the numbers of each call, in the order of its struct in `mojo_ops`."""
+"""Operations of a graph as calls of kernels: the operands of each call by the names of its struct's fields."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from max.dtype import DType
 
+from paged_kv.call_layouts import (
+    CACHE,
+    CALLS,
+    MASKS,
+    MEMBER,
+    SOFTMAX_OPTIONS,
+    STATES,
+    STRIDES,
+    TOKEN_ROWS,
+    Layout,
+    named,
+)
 from paged_kv.graphs.encodings import ENCODINGS, block_elements, row_bytes
 from paged_kv.runtime.graph_reading import Operation, UnknownGraph, Value, Word, product
 from paged_kv.runtime.libraries import COPIED, Kernel, built_encodings
@@ -23,7 +35,11 @@ BINARY = ("AddOp", "SubOp", "MulOp", "DivOp", "MinOp", "MaxOp")
 _COMPUTING = ("paged_kv_rms_norm", "paged_kv_linear", "paged_kv_add_scaled", "AddOp")
 _DTYPES = {"f": DType.float32, "i": DType.int32, "u": DType.uint32, "b": DType.uint8}
 _ENCODING_BITS = 5
-_ROPE_THETA = 3
+MEMBERS = Word(0, 1, "members")
+"""Stands for the address of the members of a call."""
+
+Operand: TypeAlias = Value | Word | int
+"""A value for its address, or a number."""
 
 
 class Call(NamedTuple):
@@ -31,8 +47,26 @@ class Call(NamedTuple):
 
     kernel: Kernel
     words: list[Word]
-    members: list[Word] = []  # noqa: RUF012 - never changed
-    """Numbers to which the first word of a product of several weights points."""
+    members: Sequence[Word]
+    """The numbers of the members of a product of several weights."""
+
+
+def _word(operand: Operand) -> Word:
+    if isinstance(operand, Value):
+        return operand.address
+    return operand if isinstance(operand, Word) else Word(int(operand))
+
+
+def _struct(layout: Layout, /, **operands: Operand | list[Word]) -> list[Word]:
+    """The numbers of a struct; those of a field that is a struct are given."""
+    return layout.flat(**{name: each if isinstance(each, list) else _word(each) for name, each in operands.items()})
+
+
+def _call(kernel: Kernel, /, members: Sequence[Word] = (), **operands: Operand | list[Word]) -> Call:
+    """A call of a kernel; `members`, of products of several weights, are the numbers of all of them."""
+    if members:
+        operands["members"] = MEMBERS
+    return Call(kernel, _struct(CALLS[kernel.kind], **operands), members)
 
 
 @dataclass(frozen=True)
@@ -126,7 +160,8 @@ def _require(op: Operation, fits: bool, what: str) -> None:
 def _take_rows(op: Operation, layers: Layers) -> Call:
     (y,), (x, rows) = op.results, op.operands
     row_bytes = product(x.shape[1:]).times(x.dtype.size_in_bytes)
-    return Call(layers.kernel("take_rows"), [y.address, x.address, rows.address, rows.shape[0], row_bytes, x.shape[0]])
+    kernel = layers.kernel("take_rows")
+    return _call(kernel, y=y, x=x, rows=rows, count=rows.shape[0], row_bytes=row_bytes, available=x.shape[0])
 
 
 def _gather(op: Operation, layers: Layers) -> Call:
@@ -134,7 +169,8 @@ def _gather(op: Operation, layers: Layers) -> Call:
     if rows.dtype != DType.int32 or y.shape != (*rows.shape, *x.shape[1:]):
         raise UnknownGraph("a gather that takes no rows")
     row_bytes = product(x.shape[1:]).times(x.dtype.size_in_bytes)
-    return Call(layers.kernel("take_rows"), [y.address, x.address, rows.address, rows.size, row_bytes, x.shape[0]])
+    kernel = layers.kernel("take_rows")
+    return _call(kernel, y=y, x=x, rows=rows, count=rows.size, row_bytes=row_bytes, available=x.shape[0])
 
 
 def _take_columns(op: Operation, layers: Layers) -> Call:
@@ -143,8 +179,9 @@ def _take_columns(op: Operation, layers: Layers) -> Call:
         raise UnknownGraph("columns that are not constant")
     groups, first = map(int, place.data)
     size = x.dtype.size_in_bytes
-    sizes = [x.static(1) // groups * size, first * size, y.static(1) // groups * size]
-    return Call(layers.kernel("take_columns"), [y.address, x.address, x.shape[0], Word(groups), *map(Word, sizes)])
+    group, each = (value.static(1) // groups * size for value in (x, y))
+    kernel = layers.kernel("take_columns")
+    return _call(kernel, y=y, x=x, rows=x.shape[0], groups=groups, group=group, first=first * size, each=each)
 
 
 def _broadcast_row(op: Operation, layers: Layers) -> Call:
@@ -153,51 +190,47 @@ def _broadcast_row(op: Operation, layers: Layers) -> Call:
     if product(x.shape) != product(y.shape[1:]):
         raise UnknownGraph("a broadcast that is none of a row")
     row_bytes = product(x.shape).times(x.dtype.size_in_bytes)
-    return Call(
-        layers.kernel("take_columns"),
-        [y.address, x.address, Word(1), y.shape[0], Word(0), Word(0), row_bytes],
-    )
+    return _call(layers.kernel("take_columns"), y=y, x=x, rows=1, groups=y.shape[0], group=0, first=0, each=row_bytes)
 
 
 def _rms_norm(op: Operation, layers: Layers) -> Call:
     (y,), (x, weight, numbers) = op.results, op.operands
-    wide = int(weight.dtype == DType.float32)
     if weight.dtype not in (x.dtype, DType.float32):
         raise UnknownGraph(f"a norm of {x.dtype} by {weight.dtype}")
-    words = [y.address, x.address, weight.address, *x.shape, numbers.address]
-    return Call(layers.kernel("rms_norm", x.dtype), [*words, Word(int(op.parameters["rounds_once"])), Word(wide)])
+    sizes, rounds_once = named("rows columns", x.shape), op.parameters["rounds_once"]
+    wide = weight.dtype == DType.float32
+    arrays = named("y x weight numbers", (y, x, weight, numbers))
+    return _call(layers.kernel("rms_norm", x.dtype), **arrays, **sizes, rounds_once=rounds_once, wide_weight=wide)
 
 
 def _rotate(op: Operation, layers: Layers) -> Call:
     (y,), (x, cos, sin) = op.results, op.operands
     columns, head_dim = cos.static(1), x.static(2)
     _require(op, 2 * columns <= head_dim, f"cos: its {columns} columns are too many for heads of {head_dim}")
-    addresses = [each.address for each in (y, x, cos, sin)]
-    pairs = Word(int(op.parameters["pairs"]))
-    return Call(layers.kernel("rotate", x.dtype), [*addresses, *x.shape, cos.shape[1], pairs])
+    sizes, pairs = named("rows heads head_dim", x.shape), op.parameters["pairs"]
+    return _call(layers.kernel("rotate", x.dtype), y=y, x=x, cos=cos, sin=sin, **sizes, half=columns, pairs=pairs)
 
 
 def _hadamard(op: Operation, layers: Layers) -> Call:
     (y,), (x,) = op.results, op.operands
-    return Call(layers.kernel("hadamard", x.dtype), [y.address, x.address, *x.shape])
+    return _call(layers.kernel("hadamard", x.dtype), y=y, x=x, **named("rows heads head_dim", x.shape))
 
 
 def _rotary_tables(op: Operation, layers: Layers) -> Call:
-    (cos, sin), (positions, frequencies, numbers) = op.results, op.operands
-    addresses = [each.address for each in (cos, sin, positions, frequencies)]
-    return Call(layers.kernel("rotary_tables"), [*addresses, *cos.shape, numbers.address])
+    arrays = named("cos sin positions frequencies numbers", (*op.results, *op.operands))
+    return _call(layers.kernel("rotary_tables"), **arrays, **named("rows half", op.results[0].shape))
 
 
 def _add_scaled(op: Operation, layers: Layers) -> Call:
     (total,), (x, y, numbers) = op.results, op.operands
-    return Call(layers.kernel("add_scaled", x.dtype), [total.address, x.address, y.address, x.size, numbers.address])
+    return _call(layers.kernel("add_scaled", x.dtype), sum=total, x=x, y=y, count=x.size, numbers=numbers)
 
 
 def _gate_units(op: Operation, layers: Layers) -> Call:
     (y,), (gate, up) = op.results, op.operands
     activation = ACTIVATIONS.index(op.parameters["activation"])
-    words = [y.address, gate.address, up.address, *up.shape, gate.shape[1], Word(activation)]
-    return Call(layers.kernel("gate_units", up.dtype), words)
+    sizes = named("rows columns", up.shape) | named("_ gate_columns", gate.shape)
+    return _call(layers.kernel("gate_units", up.dtype), y=y, gate=gate, up=up, **sizes, activation=activation)
 
 
 def _convert(op: Operation, layers: Layers) -> Call:
@@ -205,41 +238,41 @@ def _convert(op: Operation, layers: Layers) -> Call:
     pair = [CONVERTED.index(each.dtype.name) if each.dtype.name in CONVERTED else -1 for each in (x, y)]
     if DType.float32 not in (x.dtype, y.dtype) or (pair[0] < 0) == (pair[1] < 0) or y.dtype == DType.int32:
         raise UnknownGraph(f"a conversion of {x.dtype.name} to {y.dtype.name}")
-    return Call(layers.kernel("convert"), [y.address, x.address, x.size, *map(Word, pair)])
+    return _call(layers.kernel("convert"), y=y, x=x, count=x.size, source=pair[0], target=pair[1])
 
 
 def _step_rows(op: Operation, layers: Layers) -> Call:
-    (lengths, last), (positions, row_offsets) = op.results, op.operands
-    addresses = [lengths.address, last.address, positions.address]
-    return Call(layers.kernel("step_rows"), [*addresses, lengths.shape[0], row_offsets.address, last.shape[0]])
+    lengths, last = op.results
+    arrays = named("lengths last positions row_offsets", (lengths, last, *op.operands))
+    return _call(layers.kernel("step_rows"), **arrays, rows=lengths.size, batch=last.size)
 
 
 def _ragged_rows(op: Operation, layers: Layers) -> Call:
-    (requests, positions), (row_offsets, cache_lengths) = op.results, op.operands
-    words = [requests.address, positions.address, requests.shape[0], row_offsets.address, cache_lengths.address]
-    return Call(layers.kernel("ragged_rows"), [*words, cache_lengths.shape[0]])
+    arrays = named("batch_indices positions row_offsets cache_lengths", (*op.results, *op.operands))
+    return _call(layers.kernel("ragged_rows"), **arrays, rows=op.results[0].size, batch=op.operands[1].size)
 
 
 def _tree_rows(op: Operation, layers: Layers) -> Call:
-    parents, row_offsets, cache_lengths, window_left = op.operands
-    mask = op.results[3]
-    sizes = [*mask.shape, parents.address, row_offsets.address, cache_lengths.address, cache_lengths.shape[0]]
-    words = [*(each.address for each in op.results), *sizes, Word(int(window_left.number()))]
-    return Call(layers.kernel("tree_rows"), words)
+    *arrays, window_left = op.operands
+    return _call(
+        layers.kernel("tree_rows"),
+        **named("batch_indices slots positions mask mask_starts mask_firsts", op.results),
+        **named("rows mask_bytes", op.results[3].shape),
+        **named("parents row_offsets cache_lengths", arrays),
+        batch=arrays[2].size,
+        window_left=int(window_left.number()),
+    )
 
 
 def _pointwise(op: Operation, layers: Layers) -> Call:
     (y,) = op.results
     if op.name in UNARY:
         (x,) = op.operands
-        function = Word(UNARY.index(op.name))
-        return Call(layers.kernel("unary", x.dtype), [y.address, x.address, y.size, function])
-    rows, columns = product(y.shape[:-1]), y.shape[-1]
-    words = [y.address]
-    for operand in op.operands:
-        words += [operand.address, *_strides(operand, y)]
-    function = Word(BINARY.index(op.name))
-    return Call(layers.kernel("binary", y.dtype), [*words, rows, columns, function])
+        return _call(layers.kernel("unary", x.dtype), y=y, x=x, count=y.size, function=UNARY.index(op.name))
+    sizes = named("rows columns", (product(y.shape[:-1]), y.shape[-1]))
+    words = [word for operand in op.operands for word in (operand, *_strides(operand, y))]
+    operands = named("x x_row x_column z z_row z_column", words)
+    return _call(layers.kernel("binary", y.dtype), y=y, **operands, **sizes, function=BINARY.index(op.name))
 
 
 def _strides(operand: Value, y: Value) -> tuple[Word, Word]:
@@ -262,8 +295,8 @@ def _linear(op: Operation, _: Layers) -> Call:
     kernel = Kernel("linear", (x.dtype.name, weights[0].dtype.name))
     members: list[Word] = []
     for y, w in zip(op.results, weights, strict=True):
-        members += [y.address, w.address, w.shape[0], Word(0), Word(0)]
-    return Call(kernel, [Word(len(weights)), x.address, *x.shape], members)
+        members += _struct(MEMBER, y=y, w=w, n=w.shape[0], row_bytes=0, encoding=0)
+    return _call(kernel, members=members, count=len(weights), x=x, m=x.shape[0], k=x.shape[1])
 
 
 def _quantised_linear(op: Operation, _: Layers) -> Call:
@@ -272,9 +305,9 @@ def _quantised_linear(op: Operation, _: Layers) -> Call:
     members: list[Word] = []
     for y, w, encoding in zip(op.results, weights, encodings, strict=True):
         _check_row_bytes(op, w.static(1), encoding, x.static(1))
-        members += [y.address, w.address, *w.shape, Word(encoding)]
+        members += _struct(MEMBER, y=y, w=w, n=w.shape[0], row_bytes=w.shape[1], encoding=encoding)
     kernel = Kernel("quantised_linear", (x.dtype.name,), _mask(encodings))
-    return Call(kernel, [Word(len(weights)), x.address, *x.shape], members)
+    return _call(kernel, members=members, count=len(weights), x=x, m=x.shape[0], k=x.shape[1])
 
 
 def _quantised_rows(op: Operation, _: Layers) -> Call:
@@ -282,7 +315,8 @@ def _quantised_rows(op: Operation, _: Layers) -> Call:
     encoding = int(op.parameters["encoding"])
     _check_row_bytes(op, w.static(1), encoding, y.static(1))
     kernel = Kernel("quantised_rows", ("float32",), 1 << encoding)
-    return Call(kernel, [y.address, w.address, rows.address, *y.shape, w.shape[1], w.shape[0], Word(encoding)])
+    sizes = named("count k", y.shape) | named("available row_bytes", w.shape)
+    return _call(kernel, y=y, w=w, rows=rows, **sizes, encoding=encoding)
 
 
 def _check_row_bytes(op: Operation, found: int, encoding: int, elements: int) -> None:
@@ -307,11 +341,11 @@ def _mean(op: Operation, layers: Layers) -> Call:
     (y,), x = op.results, op.operands[0]
     if x.dtype != DType.float32 or product(y.shape) != product(x.shape[:-1]):
         raise UnknownGraph("a mean that is none of float32 rows")
-    return Call(layers.kernel("mean"), [y.address, x.address, y.size, x.shape[-1]])
+    return _call(layers.kernel("mean"), y=y, x=x, rows=y.size, columns=x.shape[-1])
 
 
 def _choose_experts(op: Operation, layers: Layers) -> Call:
-    (weights, experts), (logits, bias, sizes, scale) = op.results, op.operands
+    (weights, experts), (logits, bias, sizes, numbers) = op.results, op.operands
     if sizes.data is None:
         raise UnknownGraph("sizes that are not constant")
     groups, chosen_groups, sigmoid, sum_to_one = map(int, sizes.data)
@@ -321,31 +355,36 @@ def _choose_experts(op: Operation, layers: Layers) -> Call:
     open_to = count // groups * chosen_groups
     _require(op, experts.static(1) <= open_to, f"experts: {experts.static(1)} of {open_to} are chosen")
     _require(op, bias.static(0) in (0, count), f"bias: its length is {bias.static(0)}, not {count}")
-    addresses = [weights.address, experts.address, logits.address, bias.address]
-    flags = [groups, chosen_groups, int(bias.static(0) > 0), sigmoid, sum_to_one]
-    return Call(
+    return _call(
         layers.kernel("choose_experts"),
-        [*addresses, *logits.shape, experts.shape[1], *map(Word, flags), scale.address],
+        **named("weights experts logits bias numbers", (weights, experts, logits, bias, numbers)),
+        **named("rows count", logits.shape),
+        chosen=experts.shape[1],
+        groups=groups,
+        chosen_groups=chosen_groups,
+        has_bias=bias.static(0) > 0,
+        sigmoid=sigmoid,
+        sum_to_one=sum_to_one,
     )
 
 
 def _gate_halves(op: Operation, layers: Layers) -> Call:
     (y,), (x, numbers) = op.results, op.operands
-    clamped = Word(int(op.parameters["activation"] == "clamped"))
-    return Call(layers.kernel("gate_halves", x.dtype), [y.address, x.address, *y.shape, numbers.address, clamped])
+    sizes, clamped = named("rows columns", y.shape), op.parameters["activation"] == "clamped"
+    return _call(layers.kernel("gate_halves", x.dtype), y=y, x=x, **sizes, numbers=numbers, clamped=clamped)
 
 
 def _weighted_sum(op: Operation, layers: Layers) -> Call:
     (y,), (x, weights) = op.results, op.operands
-    return Call(layers.kernel("weighted_sum", x.dtype), [y.address, x.address, weights.address, *x.shape])
+    sizes = named("rows count columns", x.shape)
+    return _call(layers.kernel("weighted_sum", x.dtype), y=y, x=x, weights=weights, **sizes)
 
 
 def _expert_linear(op: Operation, _: Layers) -> Call:
     (y,), (x, w, experts) = op.results, op.operands
     _require(op, w.shape[2] == x.shape[1], f"w: its depth is {w.static(2)}, that of x is {x.static(1)}")
-    member = [y.address, w.address, w.shape[1], Word(0), Word(0)]
-    words = [Word(1), x.address, experts.address, experts.shape[0], x.shape[0], w.shape[0], x.shape[1]]
-    return Call(Kernel("experts", (x.dtype.name, w.dtype.name)), words, member)
+    member = _struct(MEMBER, y=y, w=w, n=w.shape[1], row_bytes=0, encoding=0)
+    return _experts(Kernel("experts", (x.dtype.name, w.dtype.name)), member, x, experts, [w])
 
 
 def _quantised_experts(op: Operation, _: Layers) -> Call:
@@ -354,46 +393,59 @@ def _quantised_experts(op: Operation, _: Layers) -> Call:
     members: list[Word] = []
     for y, w, encoding in zip(op.results, weights, encodings, strict=True):
         _check_row_bytes(op, w.static(2), encoding, x.static(1))
-        members += [y.address, w.address, *w.shape[1:], Word(encoding)]
-    words = [Word(len(weights)), x.address, experts.address, experts.shape[0], x.shape[0], weights[0].shape[0]]
+        members += _struct(MEMBER, y=y, w=w, n=w.shape[1], row_bytes=w.shape[2], encoding=encoding)
     kernel = Kernel("quantised_experts", (x.dtype.name,), _mask(encodings))
-    return Call(kernel, [*words, x.shape[1]], members)
+    return _experts(kernel, members, x, experts, weights)
+
+
+def _experts(kernel: Kernel, members: list[Word], x: Value, experts: Value, weights: Sequence[Value]) -> Call:
+    sizes = named("m k", x.shape) | named("rows", experts.shape)
+    count, num_experts = len(weights), weights[0].shape[0]
+    return _call(kernel, members=members, count=count, x=x, experts=experts, num_experts=num_experts, **sizes)
 
 
 def _causal_conv1d(op: Operation, _: Layers) -> Call:
     (y,), (x, weight, bias, windows, layer, *table) = op.results, op.operands
-    addresses = [y.address, x.address, weight.address, bias.address, Word(int(bias.static(0) > 0)), windows.address]
-    flags = [op.parameters["activation"] == "silu", weight.dtype == DType.float32]
-    sizes = [*x.shape, weight.shape[1], windows.shape[1], Word(int(layer.number()))]
-    kernel = Kernel("causal_conv1d", (x.dtype.name,))
-    return Call(kernel, [*addresses, *sizes, *(Word(int(flag)) for flag in flags), *_states(table, windows)])
+    flags = {"silu": op.parameters["activation"] == "silu", "wide_weight": weight.dtype == DType.float32}
+    return _call(
+        Kernel("causal_conv1d", (x.dtype.name,)),
+        **named("y x weight bias windows", (y, x, weight, bias, windows)),
+        **named("rows channels", x.shape),
+        **{"has_bias": bias.static(0) > 0, "kernel": weight.shape[1], **flags},
+        layers=windows.shape[1],
+        layer=int(layer.number()),
+        states=_states(table, windows),
+    )
 
 
 def _linear_recurrence(op: Operation, layers: Layers) -> Call:
-    (o,), (x, a, b, rates, bias, skip, sizes, numbers, matrices, layer, *table) = op.results, op.operands
-    addresses = [each.address for each in (o, x, a, b, rates, bias, skip, matrices)]
-    _, num_layers, heads, _, key_dim, _ = matrices.shape
-    words = [x.shape[0], heads, key_dim, x.shape[1], sizes.address, numbers.address, num_layers]
-    words += [Word(int(layer.number())), Word(int(op.parameters["delta"]))]
-    return Call(Kernel("layer_recurrence", (layers.dtype,)), [*addresses, *words, *_states(table, matrices)])
+    x, *_, matrices, layer = op.operands[:10]
+    return _call(
+        Kernel("layer_recurrence", (layers.dtype,)),
+        **named("o x a b rates bias skip sizes numbers matrices", (*op.results, *op.operands[:9])),
+        **named("rows width", x.shape),
+        **named("_ layers heads _ key_dim _", matrices.shape),
+        layer=int(layer.number()),
+        delta=int(op.parameters["delta"]),
+        states=_states(op.operands[10:], matrices),
+    )
 
 
 def _gated_norm(op: Operation, _: Layers) -> Call:
-    (y,), (x, z, weight, numbers) = op.results, op.operands
-    addresses = [y.address, x.address, z.address, weight.address]
-    flags = [op.parameters["gate_first"], weight.dtype == DType.float32]
-    weight_rows = Word(weight.static(0) // x.static(1))
-    return Call(
+    x, z, weight, _numbers = op.operands
+    flags = {"gate_first": op.parameters["gate_first"], "wide_weight": weight.dtype == DType.float32}
+    return _call(
         Kernel("gated_norm", (z.dtype.name,)),
-        [*addresses, *x.shape, weight_rows, numbers.address, *(Word(int(flag)) for flag in flags)],
+        **named("y x z weight numbers", (*op.results, *op.operands)),
+        **named("rows columns", x.shape),
+        weight_rows=weight.static(0) // x.static(1),
+        **flags,
     )
 
 
 def _states(table: Sequence[Value], buffer: Value) -> list[Word]:
-    """`StatesMemory`."""
-    _, sources, _, save_counts, _ = table
-    addresses = [each.address for each in table]
-    return [*addresses, sources.shape[0], save_counts.shape[0], buffer.shape[0]]
+    arrays = named("row_offsets sources save_offsets save_counts save_slots", table)
+    return _struct(STATES, **arrays, requests=table[1].size, saves=table[3].size, slots=buffer.shape[0])
 
 
 def _append(op: Operation, _: Layers) -> Call:
@@ -401,45 +453,66 @@ def _append(op: Operation, _: Layers) -> Call:
     rows, memory = k.dtype.name, cache[0].dtype.name
     if rows == memory:
         rows = memory = COPIED[k.dtype.size_in_bytes]
-    words = [k.address, v.address, *k.shape, *v.shape[1:], requests.address, positions.address]
-    return Call(Kernel("append", (rows, memory)), [*words, *_cache(op, cache)])
+    sizes = named("count k_heads k_dim", k.shape) | named("_ v_heads v_dim", v.shape)
+    return _call(
+        Kernel("append", (rows, memory)),
+        rows=_struct(TOKEN_ROWS, k=k, v=v, **sizes),
+        **named("batch_indices positions", (requests, positions)),
+        cache=_cache(op, cache),
+    )
 
 
 def _move_tokens(op: Operation, _: Layers) -> Call:
-    requests, sources, targets, *cache = op.operands
-    memory = COPIED[cache[0].dtype.size_in_bytes]
-    words = [requests.address, sources.address, targets.address, requests.shape[0], cache[0].shape[2]]
-    return Call(Kernel("move_tokens", (memory, memory)), [*words, *_cache(op, cache)])
+    *moves, k, v, table, view = op.operands
+    arrays = named("batch_indices sources targets", moves)
+    kernel, cache = Kernel("move_tokens", (COPIED[k.dtype.size_in_bytes],) * 2), _cache(op, (k, v, table, view))
+    return _call(kernel, **arrays, count=moves[0].size, layers=k.shape[2], cache=cache)
 
 
 def _attention(op: Operation, _: Layers) -> Call:
     (o, lse), (q, row_batch, row_lengths, *rest) = op.results, op.operands
-    masks, kind = [Word(0)] * 10, "attention"
+    masks, kind = [Word(0)] * MASKS.size, "attention"
     if op.name == "paged_kv_masked_attention":
-        masks, kind = [number for each in rest[:5] for number in (each.address, each.size)], "masked_attention"
-        rest = rest[5:]
+        masks, kind, rest = _masks(rest[:5]), "masked_attention", rest[5:]
     cache, (slopes, sinks, window_left, options) = rest[:4], rest[4:]
-    if options.data is None or options.data[_ROPE_THETA]:
+    if options.data is None or options.data[SOFTMAX_OPTIONS.index("rope_theta")]:
         raise UnknownGraph("attention that rotates keys")
-    rows = [o.address, lse.address, q.address, *q.shape, o.shape[2], row_batch.address, row_lengths.address]
-    logits = [slopes.address, slopes.shape[0], sinks.address, sinks.shape[0]]
-    logits += [Word(int(window_left.number())), options.address]
-    kernel = Kernel(kind, (q.dtype.name, cache[0].dtype.name, o.dtype.name))
-    return Call(kernel, [*rows, *masks, *logits, *_cache(op, cache)])
+    return _call(
+        Kernel(kind, (q.dtype.name, cache[0].dtype.name, o.dtype.name)),
+        **named("o lse q row_batch row_lengths", (o, lse, q, row_batch, row_lengths)),
+        **named("num_rows num_heads head_dim", q.shape),
+        **named("slopes num_slopes sinks num_sinks", (slopes, slopes.size, sinks, sinks.size)),
+        value_dim=o.shape[2],
+        window_left=int(window_left.number()),
+        options=options,
+        masks=masks,
+        cache=_cache(op, cache),
+    )
+
+
+def _masks(operands: Sequence[Value]) -> list[Word]:
+    arrays = named("row_positions token_offsets mask mask_starts mask_firsts", operands)
+    lengths = named("num_positions num_offsets mask_bytes num_starts num_firsts", [each.size for each in operands])
+    return _struct(MASKS, **arrays, **lengths)
 
 
 def _latent_attention(op: Operation, _: Layers) -> Call:
     (o, lse), (q_nope, q_pe, row_batch, row_lengths, *rest) = op.results, op.operands
     cache, (sinks, options) = rest[:4], rest[4:]
-    addresses = [each.address for each in (o, lse, q_nope, q_pe)]
-    sizes = [*q_nope.shape, q_pe.shape[2]]
-    rows = [row_batch.address, row_lengths.address, sinks.address, sinks.shape[0], options.address]
-    kernel = Kernel("latent", (q_nope.dtype.name, cache[0].dtype.name, o.dtype.name))
-    return Call(kernel, [*addresses, *sizes, *rows, *_cache(op, cache)])
+    return _call(
+        Kernel("latent", (q_nope.dtype.name, cache[0].dtype.name, o.dtype.name)),
+        **named("o lse q_nope q_pe row_batch row_lengths", (o, lse, q_nope, q_pe, row_batch, row_lengths)),
+        **named("num_rows num_heads nope_dim", q_nope.shape),
+        pe_dim=q_pe.shape[2],
+        sinks=sinks,
+        num_sinks=sinks.size,
+        options=options,
+        cache=_cache(op, cache),
+    )
 
 
 def _cache(op: Operation, operands: Sequence[Value]) -> list[Word]:
-    """`CacheMemory` of a buffer of all layers, `[pages, 2, layers, page_size, Hk, D]`, or of latents,
+    """The layer of a buffer of all layers, `[pages, 2, layers, page_size, Hk, D]`, or of latents,
     `[pages, layers, page_size, Dckv + Dkpe]`.
     """
     k, v, table, view = operands
@@ -453,10 +526,10 @@ def _cache(op: Operation, operands: Sequence[Value]) -> list[Word]:
     layer_size = product((page_size, row))
     half = product((layers, layer_size))
     start = layer_size.times(layer)
-    strides = [half.times(2), row, head_dim]
+    strides = {"page": half.times(2), "slot": row, "head": head_dim}
     v_start = Word(start.constant + half.constant)
-    memory = [k.address, k.size, k.address, k.size, pages, page_size, kv_heads, head_dim]
-    return [*memory, start, *strides, v_start, *strides, head_dim, table.address, *table.shape]
+    sizes = {"pages": pages, "page_size": page_size, "kv_heads": kv_heads, "k_dim": head_dim, "v_dim": head_dim}
+    return _cache_in_one(k, start, v_start, strides, sizes, table)
 
 
 def _latent_cache(slots: Value, table: Value, view: Value) -> list[Word]:
@@ -466,11 +539,25 @@ def _latent_cache(slots: Value, table: Value, view: Value) -> list[Word]:
     pages, layers, page_size, width = slots.shape
     layer_size = product((page_size, width))
     start, page = layer_size.times(layer), product((layers, layer_size))
-    strides = [page, width, width]
-    sizes = [pages, page_size, Word(1), width.plus(-value_dim)]
-    memory = [slots.address, slots.size] * 2
-    views = [start.plus(value_dim), *strides, start, *strides, Word(value_dim)]
-    return [*memory, *sizes, *views, table.address, *table.shape]
+    strides = {"page": page, "slot": width, "head": width}
+    sizes = {"pages": pages, "page_size": page_size, "kv_heads": Word(1)}
+    sizes |= {"k_dim": width.plus(-value_dim), "v_dim": Word(value_dim)}
+    return _cache_in_one(slots, start.plus(value_dim), start, strides, sizes, table)
+
+
+def _cache_in_one(
+    memory: Value, k_start: Word, v_start: Word, strides: Mapping[str, Word], sizes: Mapping[str, Word], table: Value
+) -> list[Word]:
+    """A cache whose K and V lie in one buffer, with the same strides."""
+    return _struct(
+        CACHE,
+        **named("k k_size v v_size", (memory, memory.size) * 2),
+        k_strides=_struct(STRIDES, start=k_start, **strides),
+        v_strides=_struct(STRIDES, start=v_start, **strides),
+        **named("batch max_pages", table.shape),
+        entries=table,
+        **sizes,
+    )
 
 
 _OPS: dict[str, tuple[Callable[[Operation, Layers], Call], str]] = {

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-import struct
 import sys
 from pathlib import Path
 from threading import Lock
 
+from paged_kv.call_layouts import WORKERS
 from paged_kv.runtime.threads import chosen_threads, num_threads
 
-_WORKERS = struct.Struct("<3q")
+(_WORKERS,) = WORKERS.parts("count team state")
 _ALONE = _WORKERS.pack(1, 0, 0)
 _TASKS = Path("/proc/self/task")
 

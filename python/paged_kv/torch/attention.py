@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +13,7 @@ from paged_kv.arrays.dtypes import CACHE_DTYPES, dtype_of
 from paged_kv.arrays.host import HOST
 from paged_kv.arrays.pages import Pages, overlapping_pages
 from paged_kv.arrays.versions import mark_written
+from paged_kv.call_layouts import ATTENTION, MASKS
 from paged_kv.calls.attend import Attention, Scales, checked_sinks
 from paged_kv.calls.plan import AttentionPlan, check_array, check_dtype
 from paged_kv.calls.results import Results
@@ -28,11 +28,16 @@ _MOST_LAYOUTS = 64
 """Layouts of caches that one attention knows; with more it forgets them."""
 _NO_SCALES: Scales = (None, None, None)
 _DTYPE_NAMES = ("q", "cache")
-_ROWS = struct.Struct("<7q")
-_NO_MASKS = bytes(80)
-_SLOPES = struct.Struct("<2q")
-_SINKS = struct.Struct("<2q")
-_OPTIONS = struct.Struct("<2q")
+_ROWS, _, _, _SLOPES, _SINKS, _OPTIONS, _ = ATTENTION.parts(
+    "o lse q num_rows num_heads head_dim value_dim",
+    "row_batch row_lengths",
+    "masks",
+    "slopes num_slopes",
+    "sinks num_sinks",
+    "window_left options",
+    "cache",
+)
+_NO_MASKS = MASKS.zeros
 
 
 class TensorAttention:

@@ -5,7 +5,6 @@ Letters in shapes: N tokens, Hk KV heads, D head dimension.
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from paged_kv.arguments import integer
 from paged_kv.arrays.host import HOST, as_numpy
 from paged_kv.arrays.pages import Pages
 from paged_kv.arrays.versions import mark_written
+from paged_kv.call_layouts import APPEND, CACHE_TABLE, GATHER, TOKEN_ROWS
 from paged_kv.calls.append import WritableCache
 from paged_kv.calls.kv_copy import Slots, read_rows
 from paged_kv.calls.offsets import offsets_of
@@ -28,9 +28,9 @@ from paged_kv.runtime.team import workers
 from paged_kv.torch.memory import CacheLayout, holds, layout, output
 
 _MOST_LAYOUTS = 256
-_ROWS = struct.Struct("<7q")
-_TABLE = struct.Struct("<3q")
-_ADDRESS = struct.Struct("<q")
+(_ROWS,) = TOKEN_ROWS.parts("k v count k_heads k_dim v_heads v_dim")
+APPEND.parts("rows", "batch_indices positions", "cache")
+_, _ADDRESS, _ = GATHER.parts("rows", "indptr", "cache")
 
 _layouts: dict[tuple[Any, ...], CacheLayout] = {}
 """Layouts of calls that were checked: the cache, and of appends its rows, and where its V lies from its K."""
@@ -153,7 +153,7 @@ def gather(k_cache: Tensor, v_cache: Tensor, table: Table) -> tuple[Tensor, Tens
             offsets.ctypes.data
         )
         lookup_table = table.lookup_table
-        pages = _TABLE.pack(lookup_table.ctypes.data, *lookup_table.shape)
+        pages = CACHE_TABLE.pack(lookup_table.ctypes.data, *lookup_table.shape)
         read(rows + of_cache.storage(k_cache, v_cache) + pages + workers())
     return k, v
 

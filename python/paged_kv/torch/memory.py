@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from paged_kv.call_layouts import CACHE_STORAGE, CACHE_VIEW
 from paged_kv.errors import ContractError
-
-_STORAGE = struct.Struct("<4q")
 
 
 def extent(tensor: Tensor) -> int:
@@ -60,17 +57,17 @@ class CacheLayout:
     k_extent: int
     v_extent: int
     view: bytes
-    """Shape and strides, as `CacheMemory` has them (`mojo_ops/cache/operands.mojo`)."""
+    """Shape and strides (`CACHE_VIEW`)."""
 
     @staticmethod
     def of(k: Tensor, v: Tensor) -> CacheLayout:
-        numbers = [*k.shape, 0, *k.stride()[:3], 0, *v.stride()[:3], v.shape[3]]
-        return CacheLayout(extent(k), extent(v), np.array(numbers, np.int64).tobytes())
+        view = CACHE_VIEW.pack(*k.shape, 0, *k.stride()[:3], 0, *v.stride()[:3], v.shape[3])
+        return CacheLayout(extent(k), extent(v), view)
 
     def held_by(self, k: Tensor, v: Tensor) -> bool:
         """Return whether two tensors of this layout are ordinary and have the memory."""
         return holds(k, self.k_extent) and holds(v, self.v_extent)
 
     def storage(self, k: Tensor, v: Tensor) -> bytes:
-        """The first numbers of `CacheMemory`, but for the page table: as long as the tensors live."""
-        return _STORAGE.pack(k.data_ptr(), self.k_extent, v.data_ptr(), self.v_extent) + self.view
+        """The cache's struct but for the page table: as long as the tensors live."""
+        return CACHE_STORAGE.pack(k.data_ptr(), self.k_extent, v.data_ptr(), self.v_extent) + self.view

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 
 import torch
 from torch import Tensor
 
 from paged_kv.arrays.host import HOST
+from paged_kv.call_layouts import LINEAR, MEMBER
 from paged_kv.calls.plan import check_dtype
 from paged_kv.errors import ContractTypeError, ShapeError
 from paged_kv.runtime.libraries import kernel
 from paged_kv.runtime.team import workers
 from paged_kv.torch.memory import holds, output
 
-_MEMBER = struct.Struct("<5q")
-_CALL = struct.Struct("<5q")
+(_MEMBER,), (_CALL,) = MEMBER.parts("y w n row_bytes encoding"), LINEAR.parts("members count x m k")
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _MOST_EXPANDED = 2**28
 """Elements of a tensor of which some share memory, by a stride of 0: it is copied, and can have more than fit."""
