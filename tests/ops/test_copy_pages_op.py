@@ -19,7 +19,6 @@ CPU = DeviceRef.CPU()
 U16, I32 = DType.uint16, DType.int32
 SHAPES = {
     (4, "HND"): ["P", "Hk", "S", "D"],
-    (5, "NHD"): ["P", 2, "S", "Hk", "D"],
     (6, "NHD"): ["P", 2, "layers", "S", "Hk", "D"],
 }
 SIZES = {"P": 40, "S": 5, "Hk": 3, "D": 7, "layers": 4}

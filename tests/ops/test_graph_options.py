@@ -19,10 +19,12 @@ HEADS, KV_HEADS, DIM = 6, 2, 40
 
 # Name -> dtype of q, dtype of the cache, options, whether there are slopes and sinks, tolerance.
 GRAPHS = {
-    "rotary": ("float32", "float32", {"rope_theta": 500.0, "rope_scale": 2.0, "window_left": 9}, False, 1e-5),
     "biased": ("float32", "float32", {"logits_soft_cap": 3.0, "sm_scale": 0.4, "v_scale": -0.5}, True, 1e-5),
-    "float8": ("bfloat16", "float8_e4m3fn", {"k_scale": 0.7, "v_scale": 1.5, "q_scale": 2.0}, True, 2e-2),
-    "rotary_float8": ("bfloat16", "float8_e5m2", {"rope_theta": 1e4, "k_scale": 0.5}, False, 2e-2),
+    "rotary_float8": (
+        *("bfloat16", "float8_e5m2"),
+        {"rope_theta": 500.0, "rope_scale": 2.0, "window_left": 9, "k_scale": 0.7, "v_scale": 1.5, "q_scale": 2.0},
+        *(False, 2e-2),
+    ),
 }
 
 

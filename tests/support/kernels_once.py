@@ -29,6 +29,8 @@ OF_TESTS_ALONE = [
 """Kernels that tests call and no call of the API, or one with an output of another dtype."""
 RARE = [("float16", "uint8"), ("float16", "float8_e4m3fn"), ("float16", "float8_e5m2")]
 """Queries and caches that few tests have."""
+SELDOM = {"float16", "uint8", "uint16", "uint32"}
+"""Of these dtypes there are few libraries: they are built together."""
 
 
 def install(*, of_all_tests: bool) -> None:
@@ -51,6 +53,8 @@ def install(*, of_all_tests: bool) -> None:
 def with_others(needed: Sequence[Library]) -> list[Library]:
     """Some libraries, and those of the same dtype that tests need; that of quantised weights, the longest, is apart."""
     dtypes = {library.dtypes[0] for library in needed if not is_quantised(library)}
+    if not dtypes.isdisjoint(SELDOM):
+        dtypes |= SELDOM
     others = [each for each in libraries.api_libraries() if each.dtypes[:2] not in RARE]
     others += [kernel.library for kernel in OF_TESTS_ALONE]
     others = [each for each in others if each.dtypes[0] in dtypes and not is_quantised(each)]
