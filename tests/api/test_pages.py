@@ -31,6 +31,7 @@ NOT_RUN = {
     "needs a GPU": 3,
     "needs a coding agent": 2,
     "needs a cross compiler and QEMU": 1,
+    "needs the server": 1,
     "needs vLLM; tests/vllm runs it": 1,
     "serves until it is stopped": 1,
     "takes a quarter of an hour": 1,

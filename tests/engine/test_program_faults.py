@@ -152,7 +152,7 @@ def test_a_child_that_is_forked_inside_a_step_computes(engine, alone):
             wait_until_inside(program, stepping)
             child = os.fork()
             if child:
-                outputs += stepping.result()
+                outputs += stepping.result(60)
         if not child:
             signal.alarm(60)  # a lock that nobody opens
             os._exit(finished(engine, numbers, outputs) != alone)
@@ -171,7 +171,7 @@ def test_a_model_that_nobody_holds_any_more_ends_its_step(engine, tmp_path):
         del made
         shutil.rmtree(tmp_path / "model")
         gc.collect()
-        logits = stepping.result()
+        logits = stepping.result(60)
     np.testing.assert_array_equal(logits, engine.model.step(*step))
     gc.collect()
     assert gone() is None

@@ -267,7 +267,7 @@ def test_an_operator_sees_where_the_time_of_steps_goes(held):
             wait_until(program._lock.locked)
             stopped = ask("stop")
             assert "steps: 1, " in stopped.text or "request: 1, " in stopped.text
-            running.result()
+            running.result(60)
     held.engine.model._program = None
     with pytest.raises(ContractError, match="compiled by MAX"):
         Profiling(held.engine.model)
