@@ -167,7 +167,7 @@ def test_an_append_that_is_interrupted_anywhere_wrote_all_tokens_or_none(request
         it.append("other", *old[:, :2])
         return it
 
-    for it, place in interrupted_anywhere(make, lambda it: it.append(request_id, *new), 200, seed=count):
+    for it, place in interrupted_anywhere(make, lambda it: it.append(request_id, *new), 100, seed=count):
         it.pool.check_integrity()
         seen.add(length := it.get_seq_len(request_id))
         assert length in (before.shape[1], after.shape[1]), place
