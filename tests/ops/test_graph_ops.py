@@ -45,7 +45,7 @@ def types_of(storage):
     plan = PLANS[storage]
 
     def tensor(name, dtype, *shape):
-        """Of dimensions of its own, so that only the op can compare them."""
+        """A type whose dimensions are its own, so that only the op can compare them."""
         return TensorType(dtype, [f"{name}_{dim}" for dim in shape], CPU)
 
     return [

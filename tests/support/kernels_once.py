@@ -30,7 +30,7 @@ OF_TESTS_ALONE = [
 RARE = [("float16", "uint8"), ("float16", "float8_e4m3fn"), ("float16", "float8_e5m2")]
 """Queries and caches that few tests have."""
 SELDOM = {"float16", "uint8", "uint16", "uint32"}
-"""Of these dtypes there are few libraries: they are built together."""
+"""Dtypes of few libraries, which are built together."""
 
 
 def install(*, of_all_tests: bool) -> None:
