@@ -1,4 +1,4 @@
-"""Faults around a step that is a program: refusals, signals, threads, forks, models that nobody holds."""
+"""Faults around a step that is a program: refusals, signals, threads, forks, models whose last reference is dropped."""
 
 import gc
 import os
@@ -154,13 +154,13 @@ def test_a_child_that_is_forked_inside_a_step_computes(engine, alone):
             if child:
                 outputs += stepping.result(60)
         if not child:
-            signal.alarm(60)  # a lock that nobody opens
+            signal.alarm(60)  # a lock that stays locked would wait for ever
             os._exit(finished(engine, numbers, outputs) != alone)
     assert os.waitpid(child, 0)[1] == 0
     finished(engine, numbers)
 
 
-def test_a_model_that_nobody_holds_any_more_ends_its_step(engine, tmp_path):
+def test_a_model_whose_last_reference_is_dropped_ends_its_step(engine, tmp_path):
     """Its files are gone too."""
     made = load(shutil.copytree(FOLDER, tmp_path / "model"), num_pages=8, page_size=5, dtype="float32").model
     program, gone = weakref.proxy(made._program), weakref.ref(made)

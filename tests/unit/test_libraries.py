@@ -205,11 +205,11 @@ def test_a_source_that_is_edited_meanwhile_is_an_error(compiler, monkeypatch):
 
 
 def test_what_a_kernel_says_is_raised(monkeypatch):
-    said = module.ctypes.create_string_buffer(b"row_lengths: row 0 has length -3")
+    buffer = module.ctypes.create_string_buffer(b"row_lengths: row 0 has length -3")
     freed = []
     monkeypatch.setattr(module, "_FREE", freed.append)
-    assert module.text_at(module.ctypes.addressof(said)) == "row_lengths: row 0 has length -3"
-    assert freed == [module.ctypes.addressof(said)]
+    assert module.text_at(module.ctypes.addressof(buffer)) == "row_lengths: row 0 has length -3"
+    assert freed == [module.ctypes.addressof(buffer)]
 
 
 def test_a_library_whose_kernels_take_other_operands_is_refused(monkeypatch):
@@ -218,9 +218,9 @@ def test_a_library_whose_kernels_take_other_operands_is_refused(monkeypatch):
     merge = Kernel("merge", ("float32",)).library
 
     def library(text):
-        said = module.ctypes.create_string_buffer(f"\nappend ()\nmerge {text}".encode())
+        buffer = module.ctypes.create_string_buffer(f"\nappend ()\nmerge {text}".encode())
         return {
-            "paged_kv_layouts": module.ctypes.CFUNCTYPE(module.ctypes.c_void_p)(lambda: module.ctypes.addressof(said))
+            "paged_kv_layouts": module.ctypes.CFUNCTYPE(module.ctypes.c_void_p)(lambda: module.ctypes.addressof(buffer))
         }
 
     check_layouts(library(CALLS["merge"].text), merge)
