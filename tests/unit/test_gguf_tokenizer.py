@@ -21,7 +21,7 @@ from paged_kv.checkpoint.gguf import open_gguf
 from paged_kv.checkpoint.gguf_families import _special_tokens
 from paged_kv.checkpoint.gguf_header import read_header
 from paged_kv.checkpoint.gguf_splits import SPLITS
-from paged_kv.checkpoint.gguf_tokenizer import end_texts, make_tokenizer, tokenizer_json
+from paged_kv.checkpoint.gguf_tokenizer import end_texts, make_tokenizer
 from paged_kv.checkpoint.source import open_source
 from paged_kv.cli import _run
 from paged_kv.engine.tokenizer import Tokenizer
@@ -274,8 +274,8 @@ def test_all_names_of_llama_cpp_and_their_flags():
 
 def test_a_file_without_a_name_is_split_by_default(tmp_path):
     said = byte_level("gpt-2")[1]
-    named = tokenizer_json(header(tmp_path, said | {"pre": "default"}))
-    assert tokenizer_json(header(tmp_path, said | {"pre": None})) == named
+    named = make_tokenizer(header(tmp_path, said | {"pre": "default"})).to_str()
+    assert make_tokenizer(header(tmp_path, said | {"pre": None})).to_str() == named
 
 
 def test_bytes_that_no_text_has(tmp_path):
@@ -383,7 +383,7 @@ def test_what_sentencepiece_does_not_say(tmp_path):
     assert (ids[0], ids[-1]) == (1, 2)
     assert _special_tokens(silent) == {"bos_token_id": 1, "eos_token_id": [2]}
     flat = said | {"scores": [0.0] * len(said["tokens"])}
-    expected, found = (tokenizer_json(header(tmp_path, each)) for each in (flat, said | {"scores": None}))
+    expected, found = (make_tokenizer(header(tmp_path, each)).to_str() for each in (flat, said | {"scores": None}))
     assert found == expected
 
 

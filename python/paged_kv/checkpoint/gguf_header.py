@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +62,16 @@ class Strings:
     data: memoryview = field(default=memoryview(b""), repr=False, compare=False)
     """Their lengths, in 8 bytes, and bytes, one after another."""
 
-    def read(self) -> Iterator[bytes]:
+    @cached_property
+    def all(self) -> list[bytes]:
         """The strings, as they are in the file."""
-        at = 0
+        data, at = bytes(self.data), 0
+        found = []
         for _ in range(self.count):
-            (length,) = _LENGTH.unpack_from(self.data, at)
-            at += _LENGTH.size + length
-            yield bytes(self.data[at - length : at])
+            start = at + _LENGTH.size
+            at = start + _LENGTH.unpack_from(data, at)[0]
+            found.append(data[start:at])
+        return found
 
 
 @dataclass(frozen=True)
@@ -183,14 +187,21 @@ class _Reader:
             raise CheckpointError(f"{self._file}: metadata of an unknown type {kind}")
         items, count = self.scalar("I"), self.scalar("Q")
         if items == _STRING:
-            start = self.at
-            for _ in range(count):
-                self._skip(_LENGTH.unpack_from(self._mapped, self._skip(_LENGTH.size))[0])
-            return Strings(count, memoryview(self._mapped)[start : self.at])
+            return Strings(count, self._strings(count))
         if items not in _SCALARS:
             raise CheckpointError(f"{self._file}: an array of an unsupported type {items}")
         dtype = np.dtype(_SCALARS[items]).newbyteorder("<")
         return np.frombuffer(self._mapped, dtype, count, self._skip(count * dtype.itemsize))
+
+    def _strings(self, count: int) -> memoryview:
+        """Go past an array's strings, and return where they are: a loop of its own, as there may be a million."""
+        mapped, at, last = self._mapped, self.at, self._size - _LENGTH.size
+        for _ in range(count):
+            if at > last:
+                raise self._cut_short(at + _LENGTH.size)
+            at += _LENGTH.size + _LENGTH.unpack_from(mapped, at)[0]
+        start = self._skip(at - self.at)
+        return memoryview(mapped)[start:at]
 
     def tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
         """Name, shape with the slowest dimension first, number of the encoding, offset in the data."""

@@ -1,4 +1,4 @@
-"""A `tokenizer.json` from the vocabulary of a GGUF file, for the `tokenizers` library.
+"""A tokenizer of the `tokenizers` library from the vocabulary of a GGUF file.
 
 Three kinds are made. "gpt2" is byte-level BPE: the file has tokens and merges, and `tokenizer.ggml.pre` names the
 regular expressions that split a text before; those are in `SPLITS`, and others are refused. "llama" is SentencePiece's
@@ -9,11 +9,13 @@ order of their scores; what is left over becomes byte tokens. "gemma4" is the sa
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 import tokenizers
+from tokenizers.models import BPE
 
 from paged_kv.arguments import printable, shown
 from paged_kv.checkpoint.end_tokens import END_TEXTS, end_tokens
@@ -66,28 +68,20 @@ def end_texts(header: GgufHeader) -> dict[str, int]:
     if not isinstance(found, Strings):
         return {}
     wanted = {text.encode(): text for text in END_TEXTS}
-    return {wanted[raw]: index for index, raw in enumerate(found.read()) if raw in wanted}
+    there = wanted.keys() & set(found.all)
+    return {wanted[raw]: index for index, raw in enumerate(found.all) if raw in there} if there else {}
 
 
 def make_tokenizer(header: GgufHeader) -> tokenizers.Tokenizer:
     """The tokenizer of the file's vocabulary.
 
     Raises:
-        CheckpointError: as `tokenizer_json`.
-    """
-    with file_errors(f"{header.file}: its vocabulary makes no tokenizer"):
-        return tokenizers.Tokenizer.from_str(tokenizer_json(header))
-
-
-def tokenizer_json(header: GgufHeader) -> str:
-    """The content of a `tokenizer.json`.
-
-    Raises:
         CheckpointError: the vocabulary is of a kind, or its text is split in a way, that is not known here; a token is
             there twice; a merge names no tokens; types or scores are not as many as tokens; an id is none of them. The
             message names the key.
     """
-    return json.dumps(_Vocabulary(header).described(), ensure_ascii=False)
+    with file_errors(f"{header.file}: its vocabulary makes no tokenizer"):
+        return _Vocabulary(header).tokenizer()
 
 
 class _Vocabulary:
@@ -105,12 +99,19 @@ class _Vocabulary:
         self.ids = {token: index for index, token in enumerate(self.tokens) if token}
         self.ends = frozenset(end_tokens(self.ids))
 
-    def described(self) -> Json:
-        parts = self._byte_level() if self.kind == "gpt2" else self._sentencepiece()
-        added = [self._added(index) for index in self._outside_of_text()]
-        return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, **parts}
+    def tokenizer(self) -> tokenizers.Tokenizer:
+        steps, model = self._byte_level() if self.kind == "gpt2" else self._sentencepiece()
+        # The steps are described as in a tokenizer.json; a vocabulary of 260,000 tokens would take seconds to write so.
+        nothing = {"type": "BPE", "vocab": {}, "merges": []}
+        made = tokenizers.Tokenizer.from_str(
+            json.dumps({"version": "1.0", "added_tokens": [], **steps, "model": nothing})
+        )
+        made.model = model
+        for is_special, added in groupby(self._added(), key=lambda token: token.special):
+            (made.add_special_tokens if is_special else made.add_tokens)(list(added))
+        return made
 
-    def _byte_level(self) -> Json:
+    def _byte_level(self) -> tuple[Json, BPE]:
         name = self._value("pre") or "default"  # a file before there were names
         if not isinstance(name, str) or name not in SPLITS:
             problem = (
@@ -134,15 +135,15 @@ class _Vocabulary:
             for token, index in self.ids.items()
             if self.types[index] != _UNUSED or index in self.ends or token in merged
         }
-        return {
+        steps = {
             "normalizer": {"type": "NFC"} if split.composed else None,
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, bytes_only]},
             "post_processor": self._ends(begins=split.begins),
             "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-            "model": _bpe(vocabulary, merges, ignore_merges=split.whole_words),
         }
+        return steps, BPE(vocab=vocabulary, merges=merges, ignore_merges=split.whole_words)
 
-    def _sentencepiece(self) -> Json:
+    def _sentencepiece(self) -> tuple[Json, BPE]:
         all_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
         bytes_there = sum(name in self.ids for name in all_bytes)
         unknown = self._id("unknown_token_id")
@@ -163,19 +164,19 @@ class _Vocabulary:
             back.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
         else:
             normalizers = [space]
-        return {
+        steps = {
             "normalizer": {"type": "Sequence", "normalizers": normalizers},
             "pre_tokenizer": None,
             "post_processor": self._ends(begins=True),
             "decoder": {"type": "Sequence", "decoders": back},
-            "model": _bpe(
-                self.ids,
-                self._merges() if self.kind == "gemma4" else self._merges_by_score(),
-                unk_token=None if unknown is None else self.tokens[unknown],
-                fuse_unk=True,
-                byte_fallback=bytes_there == 256,
-            ),
         }
+        return steps, BPE(
+            vocab=self.ids,
+            merges=self._merges() if self.kind == "gemma4" else self._merges_by_score(),
+            unk_token=None if unknown is None else self.tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=bytes_there == 256,
+        )
 
     def _tokens(self) -> list[str]:
         found = self._value("tokens")
@@ -184,15 +185,16 @@ class _Vocabulary:
         embeddings = self._header.tensors.get("token_embd.weight")
         if embeddings is not None and found.count > embeddings.shape[0]:
             raise self._error("tokens", found.count, f"there are embeddings of {embeddings.shape[0]} tokens")
-        tokens, known = [], set[str]()
-        for index, raw in enumerate(found.read()):
+        tokens = self._texts("tokens", found)
+        for index, raw in enumerate(found.all):
             if len(raw) > _LONGEST_TOKEN:
                 raise self._error("tokens", f"token {index}", f"it has {len(raw)} bytes")
-            token = self._text("tokens", index, raw)
-            if token and token in known:
-                raise self._error("tokens", token, f"token {index} is there before")
-            known.add(token)
-            tokens.append(token)
+        if len(set(filter(None, tokens))) < sum(map(bool, tokens)):
+            before = set[str]()
+            for index, token in enumerate(tokens):
+                if token and token in before:
+                    raise self._error("tokens", token, f"token {index} is there before")
+                before.add(token)
         return tokens
 
     def _types(self) -> list[int]:
@@ -213,8 +215,7 @@ class _Vocabulary:
         if found.count > most:
             raise self._error("merges", found.count, f"the tokens can be made in {most} ways")
         merges: dict[tuple[str, str], None] = {}
-        for index, raw in enumerate(found.read()):
-            text = self._text("merges", index, raw)
+        for index, text in enumerate(self._texts("merges", found)):
             at = text.find(" ", 1)
             pair = text[:at], text[at + 1 :]
             if at > 0 and " " in pair[1]:  # no text has it: a space is another character there
@@ -250,28 +251,19 @@ class _Vocabulary:
         found.sort(key=lambda merge: merge[:3])
         return [(tokens[left], tokens[right]) for *_, left, right in found]
 
-    def _outside_of_text(self) -> list[int]:
+    def _added(self) -> Iterator[tokenizers.AddedToken]:
         """The tokens that a text is cut at, before anything else: those that end a text are, whatever their types."""
         kinds = (_CONTROL, _USER_DEFINED, *([] if self.kind == "gpt2" else [_UNKNOWN]))
-        return [
-            index
-            for index, kind in enumerate(self.types)
-            if (kind in kinds or index in self.ends) and self.tokens[index]
-        ]
-
-    def _added(self, index: int) -> Json:
-        token = self.tokens[index]
         # Phi-3's own tokenizer drops the space after these; a GGUF file has no word for that.
         phi3 = self.kind == "llama" and self._header.metadata.get("general.architecture") == "phi3"
-        return {
-            "id": index,
-            "content": token,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": phi3 and token not in ("<unk>", "<s>", "<|endoftext|>"),
-            "normalized": False,
-            "special": self.types[index] != _USER_DEFINED or index in self.ends,
-        }
+        for index, (kind, token) in enumerate(zip(self.types, self.tokens, strict=True)):
+            if token and (kind in kinds or index in self.ends):
+                yield tokenizers.AddedToken(
+                    token,
+                    rstrip=phi3 and token not in ("<unk>", "<s>", "<|endoftext|>"),
+                    normalized=False,
+                    special=kind != _USER_DEFINED or index in self.ends,
+                )
 
     def _ends(self, begins: bool) -> Json | None:
         """Return what is added to each text: its first and its last token."""
@@ -330,27 +322,17 @@ class _Vocabulary:
             raise self._error(key, len(value), f"there are {len(self.tokens)} tokens")
         return value
 
-    def _text(self, key: str, index: int, raw: bytes) -> str:
+    def _texts(self, key: str, strings: Strings) -> list[str]:
+        texts: list[str] = []
         try:
-            return raw.decode()
+            texts.extend(map(bytes.decode, strings.all))
         except UnicodeDecodeError:
-            raise self._error(key, raw[:32], f"string {index} is not UTF-8") from None
+            at = len(texts)
+            raise self._error(key, strings.all[at][:32], f"string {at} is not UTF-8") from None
+        return texts
 
     def _value(self, key: str) -> Any:
         return self._header.metadata.get(_PREFIX + key)
 
     def _error(self, key: str, value: object, problem: str) -> CheckpointError:
         return CheckpointError(f"{self._header.file}: {_PREFIX}{key} = {printable(shown(value))}: {problem}")
-
-
-def _bpe(vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]], **options: Any) -> Json:
-    said = {
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": False,
-    }
-    return {"type": "BPE", **said, **options, "vocab": vocabulary, "merges": merges}

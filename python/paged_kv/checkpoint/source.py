@@ -45,7 +45,7 @@ class Source:
             header = self.checkpoint.header
             if has_vocabulary(header):
                 return make_tokenizer(header), header.file
-        return read_tokenizer(file), file
+        return read_tokenizer(file, self.config.vocab_size), file
 
     def sampling(self, known: Mapping[str, tuple[str, float, float]]) -> dict[str, float]:
         """Return how tokens are chosen where a request does not say it: as `load_sampling`; GGUF has no words for it.

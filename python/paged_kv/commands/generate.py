@@ -150,11 +150,11 @@ def generate(
         kept = f"stay packed, as {kinds}" if kinds else f"are dequantised to {dtype or 'float32'} at load"
         say(f"{opened.checkpoint.packing.describe()} {kept}")
     with trace_file(trace) as file:  # before a compile
-        model = load_model(folder, dtype, pages or max(needed, 1), page_size, device, cache_dtype, cache_rotation)
+        model = load_model(opened, dtype, pages or max(needed, 1), page_size, device, cache_dtype, cache_rotation)
         draft_model: Any = speculate
         if draft is not None:
             its_dtype = dtype if given_dtype else draft.config.dtype
-            draft_model = load_model(Path(str(speculate)), its_dtype, model.num_pages, page_size, device)
+            draft_model = load_model(draft, its_dtype, model.num_pages, page_size, device)
         engine = Engine(model, tokenizer, max_step_tokens=max_step_tokens, disk=disk, speculate=draft_model)
         profiles = model.profile_steps() if profile else None
         has_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None

@@ -19,6 +19,7 @@ from paged_kv.output import say
 from paged_kv.structured_output import MOST_CHARACTERS, Grammar, JsonSchema, Regex, Structure
 
 if TYPE_CHECKING:  # MAX takes a third of a second to import: not for `--help`
+    from paged_kv.checkpoint.source import Source
     from paged_kv.engine.interfaces import Statistics
     from paged_kv.engine.model import DecoderModel
 
@@ -162,7 +163,7 @@ def _read_structure(name: str, path: Path) -> str:
 
 
 def load_model(
-    folder: Path,
+    model: Path | Source,
     dtype: str | None,
     num_pages: int,
     page_size: int,
@@ -180,7 +181,7 @@ def load_model(
     runtime = runtime_on(0 if device == "gpu" else None)
     with progress_bar("weights") as on_progress:
         return DecoderModel.from_folder(
-            folder,
+            model,
             dtype=DType.bfloat16 if dtype == "bfloat16" else DType.float32,
             num_pages=num_pages,
             page_size=page_size,

@@ -87,7 +87,7 @@ def load(
     kind = DType.bfloat16 if (dtype or source.config.dtype) == "bfloat16" else DType.float32
     tokenizer = Tokenizer(source, source.config)
     model = DecoderModel.from_folder(
-        folder,
+        source,
         dtype=kind,
         num_pages=num_pages,
         num_states=num_states,

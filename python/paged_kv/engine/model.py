@@ -18,7 +18,7 @@ from max.engine import Model
 from paged_kv.arguments import integer, shown
 from paged_kv.arrays.dtypes import numpy_dtype
 from paged_kv.arrays.host import to_buffer, to_numpy
-from paged_kv.checkpoint.source import open_source
+from paged_kv.checkpoint.source import Source, open_source
 from paged_kv.checkpoint.weights import OnProgress
 from paged_kv.engine.prefix_file import Bits
 from paged_kv.engine.states import StepStates
@@ -153,7 +153,7 @@ class DecoderModel:
     @classmethod
     def from_folder(
         cls,
-        folder: Path | str,
+        folder: Path | str | Source,
         *,
         dtype: DType,
         num_pages: int,
@@ -166,15 +166,15 @@ class DecoderModel:
         kv_format: KVFormat | None = None,
         cache_rotation: CacheRotation | None = None,
     ) -> DecoderModel:
-        """The model of a Hugging Face folder or a GGUF file, its weights memory-mapped and converted only where they
-        must be.
+        """The model of a Hugging Face folder or a GGUF file, or one that is open already; its weights are memory-mapped
+        and converted only where they must be.
 
         Raises:
             CheckpointError: there is no checkpoint that this package runs.
             ContractTypeError, ContractError: as for `DecoderModel`.
         """
         runtime = default_runtime() if runtime is None else runtime
-        source = open_source(folder).on(runtime.device)
+        source = (folder if isinstance(folder, Source) else open_source(folder)).on(runtime.device)
         weights = source.load(dtype, on_progress)
         return cls(
             source.config,

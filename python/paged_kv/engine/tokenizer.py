@@ -15,7 +15,6 @@ from paged_kv.checkpoint.end_tokens import END_TEXTS
 from paged_kv.checkpoint.file_errors import file_errors
 from paged_kv.checkpoint.source import Source
 from paged_kv.checkpoint.tokenizer_file import TOKENIZER, read_tokenizer
-from paged_kv.checkpoint.tokenizer_limits import LONGEST_TOKEN
 from paged_kv.errors import CheckpointError, ContractError, ContractTypeError
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.structured_output import StructureCompiler
@@ -39,20 +38,11 @@ class Tokenizer:
             self._tokenizer, file = source.tokenizer()
         else:
             file = checkpoint_folder(source) / TOKENIZER
-            self._tokenizer = read_tokenizer(file)
+            self._tokenizer = read_tokenizer(file, config.vocab_size)
         self._file = file
         self._vocab_size = config.vocab_size
         with file_errors(file):
             self._hide_ends(config.eos_token_ids)
-            vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-            largest, longest = max(vocabulary.values(), default=-1), max(map(len, vocabulary), default=0)
-        if longest > LONGEST_TOKEN:
-            raise CheckpointError(f"{file}: a token has {longest} characters, expected at most {LONGEST_TOKEN}")
-        if largest >= config.vocab_size:
-            raise CheckpointError(
-                f"{file}: vocabulary mismatch: token ids go up to {largest}, "
-                f"but vocab_size is {config.vocab_size} in config.json"
-            )
 
     def _hide_ends(self, ends: tuple[int, ...]) -> None:
         """Makes marks that end a text special: some files say that they are text, which would be shown."""

@@ -46,9 +46,9 @@ class EngineSetup:
         settings = self.settings
         draft: Any = settings.speculate
         if self.draft is not None:
-            draft = _load(Path(str(settings.speculate)), dtype_of(self.draft, settings.dtype), self.size)
+            draft = _load(self.draft, dtype_of(self.draft, settings.dtype), self.size)
         model = _load(
-            settings.model,
+            self.source,
             self.dtype,
             self.size,
             settings.cache_dtype,
@@ -112,7 +112,7 @@ def _draft(settings: Settings, source: Source) -> Source | None:
 
 
 def _load(
-    path: Path,
+    source: Source,
     dtype: DType,
     size: CacheSize,
     kv_format: KVFormat | None = None,
@@ -121,7 +121,7 @@ def _load(
 ) -> DecoderModel:
     with progress_bar("weights") as on_progress:
         return DecoderModel.from_folder(
-            path,
+            source,
             dtype=dtype,
             num_pages=size.num_pages,
             num_window_pages=num_window_pages,

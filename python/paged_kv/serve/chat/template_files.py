@@ -104,7 +104,7 @@ def _gguf_names(source: Source) -> dict[str, Any]:
         return {}
     metadata = source.checkpoint.header.metadata
     tokens = metadata.get("tokenizer.ggml.tokens")
-    texts = list(tokens.read()) if isinstance(tokens, Strings) else []
+    texts = tokens.all if isinstance(tokens, Strings) else []
     found = {}
     for name, key in _IN_GGUF.items():
         key = f"tokenizer.ggml.{key}_token_id"
