@@ -61,8 +61,8 @@ struct Q4_0(Encoding):
 
     @staticmethod
     @always_inline
-    def unpack[T: Unpacked](raw: Raw, mut tile: T):
-        comptime for group in range(8):
+    def unpack[T: Unpacked, //, elements: Int](raw: Raw, mut tile: T):
+        comptime for group in range(elements // 32):
             tile.set_scale[group](scales_of_small(raw, group))
             tile.set_min[group](-8)
             comptime for i in range(4):
@@ -84,8 +84,8 @@ struct IQ4_NL(Encoding):
 
     @staticmethod
     @always_inline
-    def unpack[T: Unpacked](raw: Raw, mut tile: T):
-        comptime for group in range(8):
+    def unpack[T: Unpacked, //, elements: Int](raw: Raw, mut tile: T):
+        comptime for group in range(elements // 32):
             tile.set_scale[group](scales_of_small(raw, group))
             comptime for i in range(4):
                 set_values[IQ4_VALUES, 8 * group + i](tile, quads_of_small(raw, group, i))
@@ -107,8 +107,8 @@ struct Q8_0(Encoding):
 
     @staticmethod
     @always_inline
-    def unpack[T: Unpacked](raw: Raw, mut tile: T):
-        comptime for pair in range(4):
+    def unpack[T: Unpacked, //, elements: Int](raw: Raw, mut tile: T):
+        comptime for pair in range(elements // 64):
             comptime first = 17 * pair
             tile.set_scale[2 * pair](half(raw[first]))
             tile.set_scale[2 * pair + 1](half(raw[first + 8] >> 16))
@@ -161,7 +161,7 @@ struct Q4_K(Encoding):
 
     @staticmethod
     @always_inline
-    def unpack[T: Unpacked](raw: Raw, mut tile: T):
+    def unpack[T: Unpacked, //, elements: Int](raw: Raw, mut tile: T):
         set_scales_and_mins(raw, tile)
         comptime for pair in range(4):
             comptime for i in range(8):
@@ -185,7 +185,7 @@ struct Q5_K(Encoding):
 
     @staticmethod
     @always_inline
-    def unpack[T: Unpacked](raw: Raw, mut tile: T):
+    def unpack[T: Unpacked, //, elements: Int](raw: Raw, mut tile: T):
         set_scales_and_mins(raw, tile)
         comptime for pair in range(4):
             comptime for i in range(8):
@@ -213,7 +213,7 @@ struct Q6_K(Encoding):
 
     @staticmethod
     @always_inline
-    def unpack[T: Unpacked](raw: Raw, mut tile: T):
+    def unpack[T: Unpacked, //, elements: Int](raw: Raw, mut tile: T):
         tile.set_factor(half(raw.at_byte[208, Self.BYTES]()))
         comptime for four in range(4):
             var scales = raw[48 + four]
@@ -245,7 +245,7 @@ struct IQ4_XS(Encoding):
 
     @staticmethod
     @always_inline
-    def unpack[T: Unpacked](raw: Raw, mut tile: T):
+    def unpack[T: Unpacked, //, elements: Int](raw: Raw, mut tile: T):
         tile.set_factor(half(raw[0]))
         var upper = raw[0] >> 16
         var lower = raw[1]
@@ -281,12 +281,14 @@ struct MXFP4(Encoding):
 
     @staticmethod
     @always_inline
-    def unpack[T: Unpacked](raw: Raw, mut tile: T):
-        comptime for group in range(8):
+    def unpack[T: Unpacked, //, elements: Int](raw: Raw, mut tile: T):
+        comptime for group in range(elements // 32):
             comptime first = 17 * group
-            tile.set_scale[group](half_of_power(raw.at_byte[first, Self.BYTES]()))
+            tile.set_scale[group](half_of_power(raw.at_byte[first, Self.BYTES * elements // 256]()))
             comptime for i in range(4):
-                set_values[E2M1_VALUES, 8 * group + i](tile, raw.at_byte[first + 1 + 4 * i, Self.BYTES]())
+                set_values[E2M1_VALUES, 8 * group + i](
+                    tile, raw.at_byte[first + 1 + 4 * i, Self.BYTES * elements // 256]()
+                )
 
 
 struct Q4_1(Encoding):
@@ -305,8 +307,8 @@ struct Q4_1(Encoding):
 
     @staticmethod
     @always_inline
-    def unpack[T: Unpacked](raw: Raw, mut tile: T):
-        comptime for group in range(8):
+    def unpack[T: Unpacked, //, elements: Int](raw: Raw, mut tile: T):
+        comptime for group in range(elements // 32):
             comptime first = 5 * group
             tile.set_scale[group](half(raw[first]))
             tile.set_min[group](half(raw[first] >> 16))
@@ -343,14 +345,14 @@ struct Q5_0(Encoding):
 
     @staticmethod
     @always_inline
-    def unpack[T: Unpacked](raw: Raw, mut tile: T):
-        comptime for group in range(8):
+    def unpack[T: Unpacked, //, elements: Int](raw: Raw, mut tile: T):
+        comptime for group in range(elements // 32):
             comptime first = 22 * group
-            tile.set_scale[group](half(raw.at_byte[first, Self.BYTES]()))
+            tile.set_scale[group](half(raw.at_byte[first, Self.BYTES * elements // 256]()))
             tile.set_min[group](-16)
-            var fifths = raw.at_byte[first + 2, Self.BYTES]()
+            var fifths = raw.at_byte[first + 2, Self.BYTES * elements // 256]()
             comptime for i in range(4):
-                set_fives[group, i](tile, raw.at_byte[first + 6 + 4 * i, Self.BYTES](), fifths)
+                set_fives[group, i](tile, raw.at_byte[first + 6 + 4 * i, Self.BYTES * elements // 256](), fifths)
 
 
 struct Q5_1(Encoding):
@@ -369,8 +371,8 @@ struct Q5_1(Encoding):
 
     @staticmethod
     @always_inline
-    def unpack[T: Unpacked](raw: Raw, mut tile: T):
-        comptime for group in range(8):
+    def unpack[T: Unpacked, //, elements: Int](raw: Raw, mut tile: T):
+        comptime for group in range(elements // 32):
             comptime first = 6 * group
             tile.set_scale[group](half(raw[first]))
             tile.set_min[group](half(raw[first] >> 16))
@@ -396,7 +398,7 @@ struct Q2_K(Encoding):
 
     @staticmethod
     @always_inline
-    def unpack[T: Unpacked](raw: Raw, mut tile: T):
+    def unpack[T: Unpacked, //, elements: Int](raw: Raw, mut tile: T):
         var factors = raw.at_byte[80, Self.BYTES]()
         tile.set_factor(half(factors))
         var pairs = Array[Words, 8](fill=0)
@@ -432,7 +434,7 @@ struct Q3_K(Encoding):
 
     @staticmethod
     @always_inline
-    def unpack[T: Unpacked](raw: Raw, mut tile: T):
+    def unpack[T: Unpacked, //, elements: Int](raw: Raw, mut tile: T):
         tile.set_factor(half(raw.at_byte[108, Self.BYTES]()) / 8)
         comptime for four in range(4):
             var lower = (raw.at_byte[96 + 4 * (four % 2), Self.BYTES]() >> UInt32(four // 2 * 4)) & LOW
@@ -462,8 +464,8 @@ struct INT4(Encoding):
 
     @staticmethod
     @always_inline
-    def unpack[T: Unpacked](raw: Raw, mut tile: T):
-        comptime for group in range(8):
+    def unpack[T: Unpacked, //, elements: Int](raw: Raw, mut tile: T):
+        comptime for group in range(elements // 32):
             comptime first = 5 * group
             tile.set_scale[group](half(raw[first]))
             tile.set_min[group](-byte(raw[first], 2))
@@ -486,8 +488,8 @@ struct INT8(Encoding):
 
     @staticmethod
     @always_inline
-    def unpack[T: Unpacked](raw: Raw, mut tile: T):
-        comptime for group in range(8):
+    def unpack[T: Unpacked, //, elements: Int](raw: Raw, mut tile: T):
+        comptime for group in range(elements // 32):
             comptime first = 9 * group
             tile.set_scale[group](half(raw[first]))
             tile.set_min[group](-signed_byte(raw[first], 2))
@@ -534,7 +536,7 @@ struct TQ1_0(Encoding):
 
     @staticmethod
     @always_inline
-    def unpack[T: Unpacked](raw: Raw, mut tile: T):
+    def unpack[T: Unpacked, //, elements: Int](raw: Raw, mut tile: T):
         set_ones(tile, half(raw.at_byte[52, Self.BYTES]()))
         var bytes = Array[Trits, 13](fill=0)
         comptime for i in range(13):
@@ -567,7 +569,7 @@ struct TQ2_0(Encoding):
 
     @staticmethod
     @always_inline
-    def unpack[T: Unpacked](raw: Raw, mut tile: T):
+    def unpack[T: Unpacked, //, elements: Int](raw: Raw, mut tile: T):
         set_ones(tile, half(raw.at_byte[64, Self.BYTES]()))
         comptime for run in range(8):
             comptime for i in range(8):
@@ -602,7 +604,7 @@ struct NVFP4(Encoding):
 
     @staticmethod
     @always_inline
-    def unpack[T: Unpacked](raw: Raw, mut tile: T):
+    def unpack[T: Unpacked, //, elements: Int](raw: Raw, mut tile: T):
         comptime for block in range(4):
             comptime first = 10 * block
             var whole = bitcast[DType.float32, DOT_ROWS](raw[first])
@@ -628,7 +630,7 @@ struct Q1_0(Encoding):
 
     @staticmethod
     @always_inline
-    def unpack[T: Unpacked](raw: Raw, mut tile: T):
+    def unpack[T: Unpacked, //, elements: Int](raw: Raw, mut tile: T):
         comptime for group in range(8):
             comptime first = 18 * (group // 4)
             tile.set_scale[group](half(raw.at_byte[first, Self.BYTES]()))

@@ -35,12 +35,13 @@ struct ByteRows(TrivialRegisterPassable):
         return self.first.unsafe_offset(row * self.pitch + byte)
 
     @always_inline
-    def take_scales[E: Encoding](self, scales: BytePointer):
-        """Writes the float16 with which each block begins to `scales`, 16 rows of a group side by side.
+    def take_scales[E: Encoding](self, groups: Int, scales: BytePointer):
+        """Writes the float16 with which each of `groups` blocks of a row begins to `scales`, 16 rows of a group side by
+        side.
 
         By the integer registers, while the vectors' ports multiply.
         """
-        comptime for group in range(GROUPS):
+        for group in range(groups):
             comptime for row in range(DOT_ROWS):
                 var scale = self.at(row, group * E.BYTES // GROUPS).unsafe_bitcast[UInt16]()[]
                 scales.unsafe_bitcast[UInt16]()[unsafe_offset=group * DOT_ROWS + row] = scale
@@ -67,13 +68,14 @@ struct ByteRows(TrivialRegisterPassable):
         return folded[0].shuffle[mask=quarters(0)](folded[1]) + folded[0].shuffle[mask=quarters(4)](folded[1])
 
     @always_inline
-    def multiply[E: Encoding](self, scales: BytePointer, x: BytePointer, sums: Sums, coming: Coming):
-        """Adds the products by a row of x to `sums` `[1]`, as `multiply` does.
+    def multiply[E: Encoding](self, groups: Int, scales: BytePointer, x: BytePointer, sums: Sums, coming: Coming):
+        """Adds the products of `groups` blocks of each row by a row of x to `sums` `[1]`, as `multiply` does.
 
         Parameters:
             E: The encoding.
 
         Args:
+            groups: The blocks of a row, up to `GROUPS`.
             scales: What `take_scales` wrote.
             x: The row's record of these 256 elements.
             sums: The sums.
@@ -81,7 +83,7 @@ struct ByteRows(TrivialRegisterPassable):
         """
         comptime lines = ceildiv(lines_of(E.BYTES), GROUPS)
         var total = sums[unsafe_offset=0]
-        for group in range(GROUPS):  # unrolled, all groups' products would come before the first fold
+        for group in range(groups):  # unrolled, all groups' products would come before the first fold
             comptime for line in range(lines):
                 coming.prefetch(lines * group + line)
             var products = start_of[E](x, group) + self.sums[E](x.unsafe_offset(32 * group), group)

@@ -44,8 +44,8 @@ trait Encoding:
     """True if a group's minimum of `set_min` is in steps of its scale."""
 
     @staticmethod
-    def unpack[T: Unpacked](raw: Raw, mut tile: T):
-        """Unpacks what `raw` holds."""
+    def unpack[T: Unpacked, //, elements: Int](raw: Raw, mut tile: T):
+        """Unpacks what `raw` holds: 256 elements of each row, or `PART_ELEMENTS` where a block has 32."""
         ...
 
 

@@ -76,7 +76,7 @@ struct IQ2_XXS(Encoding):
 
     @staticmethod
     @always_inline
-    def unpack[T: Unpacked](raw: Raw, mut tile: T):
+    def unpack[T: Unpacked, //, elements: Int](raw: Raw, mut tile: T):
         tile.set_factor(half(raw[0]) / 8)
         comptime for group in range(8):
             var indices = raw.at_byte[2 + 8 * group, Self.BYTES]()
@@ -105,7 +105,7 @@ struct IQ2_XS(Encoding):
 
     @staticmethod
     @always_inline
-    def unpack[T: Unpacked](raw: Raw, mut tile: T):
+    def unpack[T: Unpacked, //, elements: Int](raw: Raw, mut tile: T):
         tile.set_factor(half(raw[0]) / 8)
         comptime for group in range(16):
             var scales = raw.at_byte[66 + group // 8 * 4, Self.BYTES]()
@@ -134,7 +134,7 @@ struct IQ2_S(Encoding):
 
     @staticmethod
     @always_inline
-    def unpack[T: Unpacked](raw: Raw, mut tile: T):
+    def unpack[T: Unpacked, //, elements: Int](raw: Raw, mut tile: T):
         tile.set_factor(half(raw[0]) / 8)
         comptime for group in range(16):
             var scales = raw.at_byte[74 + group // 8 * 4, Self.BYTES]()
@@ -165,7 +165,7 @@ struct IQ3_XXS(Encoding):
 
     @staticmethod
     @always_inline
-    def unpack[T: Unpacked](raw: Raw, mut tile: T):
+    def unpack[T: Unpacked, //, elements: Int](raw: Raw, mut tile: T):
         tile.set_factor(half(raw[0]) / 4)
         comptime for group in range(8):
             var signs = raw.at_byte[66 + 4 * group, Self.BYTES]()
@@ -194,7 +194,7 @@ struct IQ3_S(Encoding):
 
     @staticmethod
     @always_inline
-    def unpack[T: Unpacked](raw: Raw, mut tile: T):
+    def unpack[T: Unpacked, //, elements: Int](raw: Raw, mut tile: T):
         tile.set_factor(half(raw[0]))
         var scales = raw.at_byte[106, Self.BYTES]()
         comptime for group in range(8):
@@ -234,7 +234,7 @@ struct IQ1_S(Encoding):
 
     @staticmethod
     @always_inline
-    def unpack[T: Unpacked](raw: Raw, mut tile: T):
+    def unpack[T: Unpacked, //, elements: Int](raw: Raw, mut tile: T):
         tile.set_factor(half(raw[0]) / 8)
         comptime for group in range(8):
             var lower = raw.at_byte[2 + 4 * group, Self.BYTES]()
@@ -265,7 +265,7 @@ struct IQ1_M(Encoding):
 
     @staticmethod
     @always_inline
-    def unpack[T: Unpacked](raw: Raw, mut tile: T):
+    def unpack[T: Unpacked, //, elements: Int](raw: Raw, mut tile: T):
         var first = raw.at_byte[48, Self.BYTES]()
         var second = raw.at_byte[52, Self.BYTES]()
         var d = ((first >> 12) & 15) | ((first >> 24) & 0xF0) | ((second >> 4) & 0xF00) | ((second >> 16) & 0xF000)

@@ -20,7 +20,7 @@ from .activations import (
 )
 from .amx import multiply_group
 from .encoding import Encoding
-from .tile import BytePointer, CHUNK_LINES, Coming, Raw, STEPS, Tile, Unpacked, Words, lines_of
+from .tile import BytePointer, CHUNK_LINES, Coming, Raw, TILE_ELEMENTS, Tile, Unpacked, Words, lines_of
 
 comptime Sums = Pointer[FloatVector, MutUntrackedOrigin]
 comptime MOST_ROWS = 8 if HAS_AVX512 else 4
@@ -120,14 +120,16 @@ def multiply_side[
             sums[unsafe_offset=r] = totals[r]
 
 
-struct RowProducts[E: Encoding, rows: Int](Unpacked):
-    """A few rows of x by blocks of 16 rows of w, whose elements are multiplied as they are unpacked.
+struct RowProducts[E: Encoding, rows: Int, elements: Int](Unpacked):
+    """A few rows of x by `elements` of 16 rows of w, which are multiplied as they are unpacked.
 
     Sums are added in the order of `multiply_side`, so the bits are the same.
     """
 
     var x: BytePointer
-    """The rows' records."""
+    """The rows' records, from the first of these elements on."""
+    var numbers: BytePointer
+    """The same records, moved on so that number 0 of each field is that of the first of these groups."""
     var coming: Coming
     """The blocks to prefetch the second half of."""
     var totals: Array[FloatVector, Self.rows]
@@ -140,16 +142,19 @@ struct RowProducts[E: Encoding, rows: Int](Unpacked):
     """The sums of minimums by those of x."""
     var min_factors: FloatVector
 
-    comptime GROUPS = 256 // Self.E.GROUP
-    comptime BEGUN = CHUNK_LINES * (Self.E.BYTES // 16)
-    comptime LINES_OF_STEP = ceildiv(lines_of(Self.E.BYTES) - Self.BEGUN, STEPS)
+    comptime GROUPS = Self.elements // Self.E.GROUP
+    comptime BYTES = Self.E.BYTES * Self.elements // TILE_ELEMENTS
+    comptime STEPS = Self.elements // 4
+    comptime BEGUN = CHUNK_LINES * (Self.BYTES // 16)
+    comptime LINES_OF_STEP = ceildiv(lines_of(Self.BYTES) - Self.BEGUN, Self.STEPS)
     """Lines that are prefetched with a step, if any."""
-    comptime STEPS_OF_LINES = max(1, STEPS // (lines_of(Self.E.BYTES) - Self.BEGUN))
+    comptime STEPS_OF_LINES = max(1, Self.STEPS // (lines_of(Self.BYTES) - Self.BEGUN))
     """Every so many steps they are."""
 
     @always_inline
-    def __init__(out self, x: BytePointer, coming: Coming):
+    def __init__(out self, x: BytePointer, numbers: BytePointer, coming: Coming):
         self.x = x
+        self.numbers = numbers
         self.coming = coming
         self.totals = Array[FloatVector, Self.rows](fill=0)
         self.products = Array[IntVector, Self.rows * Self.GROUPS](fill=0)
@@ -161,7 +166,7 @@ struct RowProducts[E: Encoding, rows: Int](Unpacked):
 
     @always_inline
     def record[r: Int](self) -> BytePointer:
-        return self.x.unsafe_offset(r * RECORD_BYTES)
+        return self.numbers.unsafe_offset(r * RECORD_BYTES)
 
     @always_inline
     def set_step[step: Int](mut self, quads: Words):
@@ -174,7 +179,9 @@ struct RowProducts[E: Encoding, rows: Int](Unpacked):
             comptime if step % (Self.E.GROUP // 4) == 0:
                 self.products[at] = start_of[Self.E](self.record[r](), group)
             self.products[at] = int8_dot[Self.E.SIGNED](
-                self.products[at], bitcast[DType.uint8, 4 * DOT_ROWS](quads), quad_of(self.record[r](), step)
+                self.products[at],
+                bitcast[DType.uint8, 4 * DOT_ROWS](quads),
+                quad_of(self.x.unsafe_offset(r * RECORD_BYTES), step),
             )
             comptime if step % (Self.E.GROUP // 4) == Self.E.GROUP // 4 - 1:
                 add_group[Self.E](
@@ -202,13 +209,30 @@ struct RowProducts[E: Encoding, rows: Int](Unpacked):
 
 
 @always_inline
-def multiply_blocks[E: Encoding, rows: Int](raw: Raw, x: BytePointer, sums: Sums, coming: Coming):
-    """Adds the products of what `raw` holds by `rows` rows of x to `sums` `[rows]`, as `multiply` does."""
-    var products = RowProducts[E, rows](x, coming)
+def multiply_blocks[
+    E: Encoding, rows: Int, elements: Int
+](raw: Raw, x: BytePointer, part: Int, sums: Sums, coming: Coming):
+    """Adds the products of what `raw` holds by `rows` rows of x to `sums` `[rows]`, as `multiply` does.
+
+    Parameters:
+        E: The encoding.
+        rows: The rows of x.
+        elements: Elements of each row of w: `TILE_ELEMENTS`, or `PART_ELEMENTS`.
+
+    Args:
+        raw: The blocks.
+        x: The rows' records of the tile's elements.
+        part: Which part of the tile the blocks are, 0 where they are all of it.
+        sums: The sums of each row of x.
+        coming: What to prefetch the second half of.
+    """
+    comptime assert elements == TILE_ELEMENTS or E.GROUP == 32, "numbers of a record are taken by groups of 32"
+    var groups = part * (elements // 32)
+    var products = RowProducts[E, rows, elements](x.unsafe_offset(part * elements), x.unsafe_offset(groups * 4), coming)
     comptime if not E.ROUNDS_BLOCKS:
         comptime for r in range(rows):
             products.totals[r] = sums[unsafe_offset=r]
-    E.unpack(raw, products)
+    E.unpack[elements](raw, products)
     comptime for r in range(rows):
         comptime if E.ROUNDS_BLOCKS:
             sums[unsafe_offset=r] = with_block[E](

@@ -18,7 +18,7 @@ from ...isa.threads import Workers, run_tasks
 from ..experts import Grouping
 from .activations import RECORD_BYTES, RoundedRows, round_rows
 from .amx import TURN_BYTES, configure_group_tiles
-from .byte_rows import ByteRows, SCALE_BYTES
+from .byte_rows import ByteRows, GROUPS, SCALE_BYTES
 from .encoding import Encoding
 from .encodings import BLOCK_ENCODINGS, ENCODINGS
 from .multiply import FUSED_ROWS, MOST_ROWS, Sums, has_start, multiply, multiply_blocks, multiply_on_tiles
@@ -26,6 +26,7 @@ from .tile import (
     BytePointer,
     Coming,
     MAX_BLOCK_BYTES,
+    PART_ELEMENTS,
     RAW_BYTES,
     Raw,
     TILE_BYTES,
@@ -311,11 +312,14 @@ struct Section[dtype: DType](TrivialRegisterPassable):
             vectors[unsafe_offset=i] = 0
         comptime if E.BYTES_AT >= 0 and HAS_AVX2:
             if tiles == 1 and m == 1:
-                self.blocks[E](0, 0).take_scales[E](self.scales(0))
+                self.byte_rows[E](0).take_scales[E](self.groups[E](0), self.scales(0))
                 for column in range(self.columns):
                     if column + 1 < self.columns:
-                        self.blocks[E](0, column + 1).take_scales[E](self.scales(column + 1))
-                    self.blocks[E](0, column).multiply[E](
+                        self.byte_rows[E](column + 1).take_scales[E](
+                            self.groups[E](column + 1), self.scales(column + 1)
+                        )
+                    self.byte_rows[E](column).multiply[E](
+                        self.groups[E](column),
                         self.scales(column),
                         self.rows.records.unsafe_offset(column * RECORD_BYTES),
                         vectors,
@@ -328,15 +332,19 @@ struct Section[dtype: DType](TrivialRegisterPassable):
                 if tiles == 1 and m <= rows:
                     for column in range(self.columns):
                         var coming = self.coming_tile[E](0, column, 1)
-                        var raw = self.transposed[E](0, column, coming)
                         var x = self.rows.records.unsafe_offset(column * m * RECORD_BYTES)
-                        multiply_blocks[E, rows](raw, x, vectors, coming)
+                        comptime if E.BLOCK_ELEMENTS == 32:
+                            if self.ends_in_parts[E](column):
+                                self.multiply_parts[E, rows](column, x, vectors, coming)
+                                continue
+                        var raw = self.transposed[E](0, column, coming)
+                        multiply_blocks[E, rows, TILE_ELEMENTS](raw, x, 0, vectors, coming)
                     self.store(tiles, vectors)
                     return
         for column in range(self.columns):
             for i in range(tiles):
                 var tile = self.tile(i)
-                E.unpack(self.transposed[E](i, column, self.coming_tile[E](i, column, tiles)), tile)
+                E.unpack[TILE_ELEMENTS](self.transposed[E](i, column, self.coming_tile[E](i, column, tiles)), tile)
             var x = self.rows.records.unsafe_offset(column * m * RECORD_BYTES)
             var first = m // AMX_TILE_ROWS * AMX_TILE_ROWS if self.amx else 0
             for row in range(first, m, MOST_ROWS):
@@ -362,6 +370,33 @@ struct Section[dtype: DType](TrivialRegisterPassable):
                             self.memory,
                         )
         self.store(tiles, vectors)
+
+    @always_inline
+    def ends_in_parts[E: Encoding](self, column: Int) -> Bool:
+        """Return whether K ends within this tile, in whole parts of it, and all 16 rows are there."""
+        var left = self.member.row_bytes - column * E.BYTES
+        return left < E.BYTES and left % part_bytes[E]() == 0 and self.end - self.begin == DOT_ROWS
+
+    @always_inline
+    def multiply_parts[E: Encoding, rows: Int](self, column: Int, x: BytePointer, sums: Sums, coming: Coming):
+        """Adds the products of the last tile's parts, by themselves: a whole tile would be zeros for the most part."""
+        comptime bytes = part_bytes[E]()
+        var raw = Raw(self.memory.unsafe_bitcast[UInt32]())
+        var at = column * E.BYTES
+        for part in range((self.member.row_bytes - at) // bytes):
+            var ahead = coming.after(part * bytes)
+            var first = self.member.w.unsafe_offset(self.begin * self.member.row_bytes + at + part * bytes)
+            raw.transpose[bytes](first, self.member.row_bytes, ahead)
+            multiply_blocks[E, rows, PART_ELEMENTS](raw, x, part, sums, ahead)
+
+    @always_inline
+    def groups[E: Encoding](self, column: Int) -> Int:
+        """Return the blocks of a row in a tile of Q8_0's kind."""
+        return min(GROUPS, (self.member.row_bytes - column * E.BYTES) // (E.BYTES // GROUPS))
+
+    @always_inline
+    def byte_rows[E: Encoding](self, column: Int) -> ByteRows:
+        return self.blocks[E](0, column, self.groups[E](column) * (E.BYTES // GROUPS))
 
     @always_inline
     def coming_tile[E: Encoding](self, index: Int, column: Int, tiles: Int) -> Coming:
@@ -390,20 +425,20 @@ struct Section[dtype: DType](TrivialRegisterPassable):
     @always_inline
     def transposed[E: Encoding](self, index: Int, column: Int, coming: Coming) -> Raw:
         var raw = Raw(self.memory.unsafe_bitcast[UInt32]())
-        var blocks = self.blocks[E](index, column)
+        var blocks = self.blocks[E](index, column, E.BYTES)
         raw.transpose[E.BYTES](blocks.first, blocks.pitch, coming)
         return raw
 
     @always_inline
-    def blocks[E: Encoding](self, index: Int, column: Int) -> ByteRows:
-        """The blocks of tile `index` of the section's rows and of the 256 elements from `256 column` on; where rows or
-        elements are missing, a copy that ends with zeros.
+    def blocks[E: Encoding](self, index: Int, column: Int, bytes: Int) -> ByteRows:
+        """The blocks of tile `index` of the section's rows and of the 256 elements from `256 column` on; where rows are
+        missing, or some of the `bytes` that are read of a row, a copy that ends with zeros.
         """
         var row = self.begin + DOT_ROWS * index
         var rows = self.end - row
         var first = self.member.w.unsafe_offset(row * self.member.row_bytes + column * E.BYTES)
         var left = self.member.row_bytes - column * E.BYTES
-        if rows >= DOT_ROWS and left >= E.BYTES:
+        if rows >= DOT_ROWS and left >= bytes:
             return ByteRows(first, self.member.row_bytes)
         var copy = self.memory.unsafe_offset(Self.COPY)
         copy_blocks(first, self.member.row_bytes, min(rows, DOT_ROWS), min(left, E.BYTES), copy, E.BYTES)
@@ -422,6 +457,10 @@ struct Section[dtype: DType](TrivialRegisterPassable):
                 else:
                     for c in range(self.end - column):
                         target[unsafe_offset=c] = values[c]
+
+
+def part_bytes[E: Encoding]() -> Int:
+    return E.BYTES * PART_ELEMENTS // TILE_ELEMENTS
 
 
 @fieldwise_init

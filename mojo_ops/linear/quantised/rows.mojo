@@ -58,7 +58,7 @@ struct QuantisedRows(TrivialRegisterPassable):
             )
         raw.transpose[E.BYTES](copy, E.BYTES, Coming(copy, E.BYTES))
         var unpacked = tile
-        E.unpack(raw, unpacked)
+        E.unpack[TILE_ELEMENTS](raw, unpacked)
         var left = self.k - column * TILE_ELEMENTS
         for r in range(present):
             var target = self.y.unsafe_offset((first + r) * self.k + column * TILE_ELEMENTS)

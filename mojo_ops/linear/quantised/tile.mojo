@@ -16,6 +16,9 @@ comptime Words = SIMD[DType.uint32, DOT_ROWS]
 comptime TILE_ELEMENTS = 256
 """Elements of K."""
 comptime STEPS = TILE_ELEMENTS // 4
+comptime PART_ELEMENTS = 64
+"""Elements of a part of a tile, which is unpacked by itself where K ends within a tile: two blocks of 32, so it begins
+with a dword."""
 comptime VECTOR_BYTES = 64
 """A vector of the tile: 16 rows of 4 bytes."""
 comptime MAX_BLOCK_BYTES = 288
@@ -141,11 +144,11 @@ struct Raw(TrivialRegisterPassable):
     def at_byte[byte: Int, block_bytes: Int](self) -> Words:
         """The 4 bytes from `byte` on, of blocks of so many bytes; what lies past these is anything."""
         comptime whole = block_bytes // 16 * 16
-        # Where blocks are no multiple of 16 bytes, their last 16 come once more.
-        comptime again = block_bytes - 16 if block_bytes > whole and byte + 4 > whole else whole
-        comptime assert byte >= again or byte < whole, "no dwords hold these 4 bytes"
-        comptime place = byte + whole - again
-        comptime end = ceildiv(block_bytes, 16) * 16
+        # Where blocks are no whole dwords, their last 16 bytes come once more.
+        comptime is_again = block_bytes % 4 != 0 and byte + 4 > whole
+        comptime assert not is_again or byte >= block_bytes - 16, "no dwords hold these 4 bytes"
+        comptime place = byte + whole - (block_bytes - 16) if is_again else byte
+        comptime end = ceildiv(block_bytes, 4) * 4 if block_bytes % 4 == 0 else whole + 16
         var low = self[place // 4]
         comptime if place % 4 == 0:
             return low
@@ -158,8 +161,8 @@ struct Raw(TrivialRegisterPassable):
         """Takes the block at `first`, and those of the next 15 rows, each `pitch` bytes on, and prefetches the
         first half of `coming`.
 
-        Dword `i` of a block becomes vector `i`. Where the bytes are no multiple of 16, the last 16 of them come once
-        more, as the last four vectors.
+        Dword `i` of a block becomes vector `i`. Where the bytes are no whole dwords, the last 16 of them come once more,
+        as four vectors after those of whole 16.
         """
         comptime whole = block_bytes // 16
         for chunk in range(whole):
@@ -167,7 +170,8 @@ struct Raw(TrivialRegisterPassable):
                 coming.prefetch(CHUNK_LINES * chunk + line)
             self.transpose_chunk(first.unsafe_offset(16 * chunk), pitch, 4 * chunk)
         comptime if block_bytes % 16:
-            self.transpose_chunk(first.unsafe_offset(block_bytes - 16), pitch, 4 * whole)
+            comptime last = 4 * whole if block_bytes % 4 else block_bytes // 4 - 4
+            self.transpose_chunk(first.unsafe_offset(block_bytes - 16), pitch, last)
 
     @always_inline
     def transpose_chunk(self, first: BytePointer, pitch: Int, dword: Int):
@@ -202,6 +206,14 @@ struct Coming(TrivialRegisterPassable):
     var first: BytePointer
     var pitch: Int
     """Bytes from a row to the next one."""
+
+    @always_inline
+    def after(self, bytes: Int) -> Self:
+        """What follows the first `bytes` bytes of 16 rows."""
+        comptime if CPU_TUNING.blocks_ahead > 0:
+            return Self(self.first.unsafe_offset(bytes), self.pitch)
+        else:
+            return Self(self.first.unsafe_offset(DOT_ROWS * bytes), self.pitch)
 
     @always_inline
     def prefetch(self, line: Int):
