@@ -209,7 +209,7 @@ struct Coming(TrivialRegisterPassable):
 
     @always_inline
     def after(self, bytes: Int) -> Self:
-        """What follows the first `bytes` bytes of 16 rows."""
+        """Those after the first `bytes` bytes of 16 rows."""
         comptime if CPU_TUNING.blocks_ahead > 0:
             return Self(self.first.unsafe_offset(bytes), self.pitch)
         else:
