@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 _NOT_WAITING = getattr(os, "O_NONBLOCK", 0)
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -26,9 +26,9 @@ def open_regular(path: Path | str, *, follow: bool = True) -> IO[bytes]:
     return _opened(path, os.O_RDONLY | (0 if follow else getattr(os, "O_NOFOLLOW", 0)), "rb")
 
 
-def write_regular(path: Path | str) -> IO[Any]:
-    """A regular file to write text to, empty; made where it is missing. Raises as `open_regular`."""
-    return _opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, "w")
+def write_regular(path: Path | str, mode: Literal["w", "wb"] = "w") -> IO[Any]:
+    """A regular file to write text or bytes to, empty; made where it is missing. Raises as `open_regular`."""
+    return _opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
 
 
 def read_regular(path: Path | str, most: int | None = None) -> bytes:

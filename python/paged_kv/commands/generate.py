@@ -70,6 +70,9 @@ from paged_kv.output import say
 @click.option("--live/--no-live", default=None, help="Show what the engine does. Default: where only stderr is shown.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write what happens to pages, for `paged-kv inspect`.")
 @click.option("--profile", is_flag=True, help="Show where the time of steps goes, by operation and by layer.")
+@click.option(
+    "--logits", type=click.Path(path_type=Path), metavar="FILE", help="Write what each step gives, for `paged-kv diff`."
+)
 def generate(
     folder: Path,
     prompts: tuple[str, ...],
@@ -89,6 +92,7 @@ def generate(
     live: bool | None,
     trace: Path | None,
     profile: bool,
+    logits: Path | None,
     json_schema: Path | None,
     regex: str | None,
     grammar: Path | None,
@@ -122,6 +126,8 @@ def generate(
         raise ContractError("give prompts by --prompt or by --input, one of the two")
     if profile and speculate is not None:
         raise ContractError("--profile is not for --speculate, whose steps are of other kinds")
+    if profile and logits is not None:
+        raise ContractError("--profile is not for --logits, which runs the operations one by one")
     if not 0 < kv_disk_gb < 1e9:
         raise ContractError(f"--kv-disk-gb must be above 0 and below 10^9, not {kv_disk_gb}")
     disk = None if kv_disk is None else DiskTier(kv_disk, max(int(kv_disk_gb * 1e9), 1))
@@ -157,6 +163,7 @@ def generate(
             draft_model = load_model(draft, its_dtype, model.num_pages, page_size, device)
         engine = Engine(model, tokenizer, max_step_tokens=max_step_tokens, disk=disk, speculate=draft_model)
         profiles = model.profile_steps() if profile else None
+        engine.record = None if logits is None else model.new_record()
         has_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
         printer = Printer(as_json=as_json or source is not None or has_logprobs)
         for line in lines:
@@ -179,6 +186,8 @@ def generate(
                 for output in engine.step():
                     printer.add(output)
             seconds = perf_counter() - began
+        if logits is not None and engine.record is not None:
+            engine.record.write(logits)
         print_statistics(engine.statistics, model)
         if profiles is not None:
             for row in profile_lines(profiles, seconds, "plans, sampling, text"):

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from threading import RLock
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,9 @@ from paged_kv.engine.windows import SampleWindows
 from paged_kv.errors import ContractError, ContractTypeError, PagedKVError, PoolExhausted, RequestError
 from paged_kv.pool import PagePool, PrefixCache, WindowPages, pages_needed
 from paged_kv.runtime.forks import renew_in_children
+
+if TYPE_CHECKING:
+    from paged_kv.engine.run_record import RunRecord
 
 MAX_STEP_TOKENS = 2048
 """Tokens of one step at most: bounds the memory of a step's activations."""
@@ -92,6 +95,8 @@ class Engine:
     ) -> None:
         self.model = model
         self.statistics = Statistics()
+        self.record: RunRecord | None = None
+        """Takes what steps compute, where there is one: the model's `new_record`."""
         pages = model.num_pages if num_pages is None else integer("num_pages", num_pages, 1, model.num_pages)
         self.pool = PagePool(pages, model.page_size, model.num_states)
         self._tokenizer = tokenizer
@@ -386,6 +391,8 @@ class Engine:
         total = sum(len(new) for _, new in batch)
         prompts = sum(len(new) for sample, new in batch if sample.cached < len(sample.request.prompt))
         states = self._batching.states(batch)
+        if self.record is not None:
+            self.record.begin([(sample.key, sample.cached, new) for sample, new in batch], counts)
         logits = self.model.step(
             [new for _, new in batch],
             [sample.cached for sample, _ in batch],
@@ -395,6 +402,8 @@ class Engine:
             self._batching.window_pages(batch),
         )
         ended = time.perf_counter()
+        if self.record is not None:
+            self.record.end(logits)
         self.statistics.add_step(ended - began, prompts, total - prompts - sum(drafted), self.pool.num_used)
         self._batching.timed(batch, ended - began)
         if self._speculation is not None and not prompts:

@@ -21,6 +21,7 @@ from paged_kv.arrays.host import to_buffer, to_numpy
 from paged_kv.checkpoint.source import Source, open_source
 from paged_kv.checkpoint.weights import OnProgress
 from paged_kv.engine.prefix_file import Bits
+from paged_kv.engine.run_record import RunRecord
 from paged_kv.engine.states import StepStates
 from paged_kv.engine.step import StepGraph
 from paged_kv.errors import ContractError
@@ -35,7 +36,7 @@ from paged_kv.runtime.compile_key import Sources, digests_of
 from paged_kv.runtime.first_execution import execute
 from paged_kv.runtime.forks import check_not_forked
 from paged_kv.runtime.graph_reading import UnknownGraph
-from paged_kv.runtime.program import Program
+from paged_kv.runtime.program import Program, Watch
 from paged_kv.runtime.session import Runtime, default_runtime
 from paged_kv.runtime.step_profile import StepProfile
 
@@ -121,6 +122,7 @@ class DecoderModel:
         self._states = [_new_states(shape) for shape in decoder.state_shapes(config, self.num_states)]
         self._keys = step.keys(runtime.architecture)
         self._profiles: tuple[StepProfile, StepProfile] | None = None
+        self._watch: Watch | None = None
         self._program: Program | None = None
         if self._gpu is None:
             try:
@@ -324,7 +326,7 @@ class DecoderModel:
         if self._program is not None:
             profiles = self._profiles
             profile = None if profiles is None else profiles[any(len(each) > 1 for each in tokens)]
-            return self._program.run(self.brought(values), profile)[0]
+            return self._program.run(self.brought(values), profile, self._watch)[0]
         check_not_forked()
         arguments = [to_buffer(value) for value in values]
         if self._gpu is not None:
@@ -355,6 +357,18 @@ class DecoderModel:
         self._profiles = None
         if self._program is not None:
             self._program.wait()
+
+    def new_record(self) -> RunRecord:
+        """One that sees all results of this model's steps from now on.
+
+        Raises:
+            ContractError: MAX runs the steps.
+        """
+        if self._program is None:
+            raise ContractError("the steps of this model are compiled by MAX: what its operations give is not seen")
+        record = RunRecord(self._program.operations, self._program.inputs[0], self._program.inputs[-1])
+        self._watch = record.see
+        return record
 
     def check_tokens(self, tokens: Sequence[Sequence[int]]) -> None:
         """Refuses a token that is not in the vocabulary: a graph reads its embedding wherever its id points.

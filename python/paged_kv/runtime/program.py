@@ -8,7 +8,9 @@ lie from the call that makes them to the last one that reads them.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from threading import Lock
 from time import perf_counter_ns
@@ -19,7 +21,7 @@ import numpy as np
 from paged_kv.call_layouts import PROGRAM, WORKERS
 from paged_kv.errors import ContractError
 from paged_kv.runtime.forks import renew_in_children
-from paged_kv.runtime.graph_reading import Array, ReadGraph, UnknownGraph, Value, Word
+from paged_kv.runtime.graph_reading import Array, Operation, ReadGraph, UnknownGraph, Value, Word
 from paged_kv.runtime.libraries import Kernel, load, text_at
 from paged_kv.runtime.program_ops import MEMBERS, Call, Layers, calls_of_all
 from paged_kv.runtime.step_profile import StepProfile
@@ -27,6 +29,7 @@ from paged_kv.runtime.team import workers
 
 _LINE = 64
 """Bytes of a line of the CPU's caches, on which each slot begins."""
+Watch = Callable[[int, Operation, Sequence[Array]], None]
 _WORDS = "words"
 """The symbol of the address of the numbers themselves."""
 
@@ -66,6 +69,7 @@ class Program:
     def __init__(self, graph: ReadGraph, weights: Mapping[str, Array], buffers: Sequence[Array | None]) -> None:
         self._renew_lock()
         renew_in_children(self, Program._renew_lock)
+        self.inputs = graph.inputs
         self._inputs = [value for value, buffer in zip(graph.inputs, buffers, strict=True) if buffer is None]
         self._outputs = graph.outputs
         self._alive: list[Any] = [weights, buffers]
@@ -140,12 +144,16 @@ class Program:
         self._call = np.array(numbers, np.int64)
         self._arena = np.empty(0, np.uint8)
 
-    def run(self, inputs: Sequence[Array], profile: StepProfile | None = None) -> list[Array]:
+    def run(
+        self, inputs: Sequence[Array], profile: StepProfile | None = None, watch: Watch | None = None
+    ) -> list[Array]:
         """The outputs of a step, in fresh memory.
 
         Args:
             inputs: What each step brings, in the order of the graph's inputs.
             profile: One of `new_profile`, which notes the times of this run.
+            watch: Called with each operation's number, itself and its results, which are memory of the program that
+                later operations write to: the operations run one by one then. Not beside a profile.
 
         Raises:
             ContractError: a kernel refuses its operands; the message names the operation.
@@ -165,13 +173,34 @@ class Program:
             at = np.array(self._workers_at, np.int64)
             for index in range(WORKERS.size):
                 self._words[at + index] = threads[index]
-            message = self._run(_address(self._call))
-            if message:
-                op = self.operations[self.of_call[int(self._stopped[0])]]
-                raise ContractError(f"{op.name}: {text_at(message)}")
+            if watch is None:
+                self._run_calls()
+            else:
+                self._run_watched(watch, sizes)
             if profile is not None:
                 profile.add(perf_counter_ns() - began, sizes)
         return outputs
+
+    def _run_watched(self, watch: Watch, sizes: Mapping[str, int]) -> None:
+        """Runs the calls of one operation after the other, and shows what each gives."""
+        whole = self._call.copy()
+        try:
+            for index, op in enumerate(self.operations):
+                first, end = bisect_left(self.of_call, index), bisect_right(self.of_call, index)
+                for name in ("functions", "operands"):
+                    self._call[PROGRAM.index(name)] = whole[PROGRAM.index(name)] + 8 * first
+                self._call[PROGRAM.index("count")] = end - first
+                self._run_calls(first)
+                watch(index, op, [_array_at(value, sizes) for value in op.results])
+        finally:
+            self._call[:] = whole
+
+    def _run_calls(self, first: int = 0) -> None:
+        """Makes the calls that `_call` names, of which `first` is the first one."""
+        message = self._run(_address(self._call))
+        if message:
+            op = self.operations[self.of_call[first + int(self._stopped[0])]]
+            raise ContractError(f"{op.name}: {text_at(message)}")
 
     def wait(self) -> None:
         """Returns when the run in progress, if there is one, has ended."""
@@ -261,6 +290,16 @@ def _weight(size: Word) -> int:
 
 def _at(word: Word, sizes: Mapping[str, int]) -> int:
     return word.constant + (word.coefficient * sizes[word.symbol] if word.coefficient else 0)
+
+
+def _array_at(value: Value, sizes: Mapping[str, int]) -> Array:
+    """The array that a value is in this run, in the program's memory."""
+    shape, dtype = [_at(word, sizes) for word in value.shape], _numpy(value)
+    size = math.prod(shape) * dtype.itemsize
+    if size == 0:
+        return np.empty(shape, dtype)
+    memory = (ctypes.c_uint8 * size).from_address(_at(value.address, sizes))
+    return np.ctypeslib.as_array(memory).view(dtype).reshape(shape)
 
 
 def _numpy(value: Value) -> np.dtype[Any]:

@@ -62,7 +62,8 @@ class StepProfile:
         self.begins = np.zeros(len(of_call) + 1, np.int64)
         """Nanoseconds of a clock at which each call of a run began, and the last one ended."""
         self._ns = np.zeros(len(of_call), np.int64)
-        layers, read = list(_layers(operations)), [_Call(_name(op), "", *_product(op)) for op in operations]
+        layers = list(layers_of(operations))
+        read = [_Call(operation_name(op), "", *_product(op)) for op in operations]
         self._calls = [read[op]._replace(layer=layers[op]) for op in of_call]
         self._sizes = dict.fromkeys((call.flops.symbol for call in self._calls if call.flops.coefficient), 0)
 
@@ -99,7 +100,7 @@ class StepProfile:
         return list(parts.values())
 
 
-def _name(op: Operation) -> str:
+def operation_name(op: Operation) -> str:
     """As people know an operation: `rms_norm`, or of MAX's class `AddOp` `add`."""
     return op.name.removeprefix("paged_kv_").removesuffix("Op").lower()
 
@@ -113,7 +114,7 @@ def _product(op: Operation) -> tuple[int, Word]:
     return sum(value.bytes.constant for value in weights), x.shape[0].times(2 * x.static(1) * columns)
 
 
-def _layers(operations: Sequence[Operation]) -> Iterator[str]:
+def layers_of(operations: Sequence[Operation]) -> Iterator[str]:
     """The layer of each operation: that of its weights, or of the last operation that had some."""
     here = FIRST
     for op in operations:
