@@ -58,6 +58,14 @@ def test_a_weight_that_differs_is_named(tmp_path):
     assert found.largest > 0
 
 
+def test_what_no_operation_reads_is_not_compared(tmp_path):
+    """The lse of attention: a row that sees itself alone has its V whichever kernel computes it, and any lse."""
+    whole, cut = recorded(tmp_path / "a.npz"), recorded(tmp_path / "b.npz", max_step_tokens=2)
+    attention = whole.names.index("layer 0: attention")
+    first, second = (run.samples[0, 0].digests[0][attention] for run in (whole, cut))
+    assert first == second != 0
+
+
 def test_where_tokens_part_nothing_after_is_compared(tmp_path):
     other = [*PROMPT[:7], PROMPT[7] + 1, *PROMPT[8:]]
     (found,) = differences(recorded(tmp_path / "a.npz"), recorded(tmp_path / "b.npz", [other]))
@@ -124,7 +132,7 @@ def test_refusals(tmp_path, monkeypatch):
     for name in ("text", "one.npy", "other.npz", "nowhere"):
         with pytest.raises(ContractError, match="no record of a run"):
             read_record(tmp_path / name)
-    few = RunRecord(model._program.operations[:3], model._program.inputs[0], model._program.inputs[-1])
+    few = RunRecord(model._program.operations[:3], model._program.inputs, model._program.outputs)
     few.write(tmp_path / "few.npz")
     with pytest.raises(ContractError, match="other operations"):
         list(differences(read_record(tmp_path / "few.npz"), empty))

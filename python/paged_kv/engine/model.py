@@ -366,7 +366,7 @@ class DecoderModel:
         """
         if self._program is None:
             raise ContractError("the steps of this model are compiled by MAX: what its operations give is not seen")
-        record = RunRecord(self._program.operations, self._program.inputs[0], self._program.inputs[-1])
+        record = RunRecord(self._program.operations, self._program.inputs, self._program.outputs)
         self._watch = record.see
         return record
 

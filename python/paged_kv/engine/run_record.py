@@ -10,6 +10,7 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,17 @@ class SampleRecord:
 class RunRecord:
     """The rows of an engine's steps, by sample (`Engine.record`)."""
 
-    def __init__(self, operations: Sequence[Operation], tokens: Value, wanted: Value) -> None:
-        """Begin one for the program with these operations and these inputs, whose sizes say what a row is of."""
+    def __init__(self, operations: Sequence[Operation], inputs: Sequence[Value], outputs: Sequence[Value]) -> None:
+        """Begin one for the program with these operations, inputs and outputs.
+
+        The first input has the tokens and the last one the rows that want logits, so their sizes say what a row is of.
+        """
         self.names = [
             f"{layer}: {operation_name(op)}" for layer, op in zip(layers_of(operations), operations, strict=True)
         ]
         self.samples: dict[tuple[int, int], SampleRecord] = {}
-        self._symbols = tokens.shape[0].symbol, wanted.shape[0].symbol
+        self._symbols = inputs[0].shape[0].symbol, inputs[-1].shape[0].symbol
+        self._read = {id(value.memory) for value in chain(outputs, *(op.operands for op in operations))}
         self._rows: list[list[tuple[SampleRecord, int]]] = [[], []]
 
     def begin(self, step: Sequence[tuple[tuple[int, int], int, Sequence[int]]], counts: Sequence[int]) -> None:
@@ -66,11 +71,12 @@ class RunRecord:
             self._rows[1] += rows[-count:]
 
     def see(self, index: int, op: Operation, results: Sequence[np.ndarray]) -> None:
-        """Takes the results of operation `index`, those that have rows."""
+        """Takes the results of operation `index`, those that have rows and are read: no step reads the lse."""
         for number, (value, result) in enumerate(zip(op.results, results, strict=True)):
-            if not value.shape or not value.shape[0].coefficient or value.shape[0].symbol not in self._symbols:
+            rows_of = value.shape[0].symbol if value.shape and value.shape[0].coefficient else None
+            if rows_of not in self._symbols or id(value.memory) not in self._read:
                 continue
-            rows = self._rows[self._symbols.index(value.shape[0].symbol)]
+            rows = self._rows[self._symbols.index(rows_of)]
             digests = _digests(result, len(rows)) * np.uint64(2 * number + 1)
             for row, (sample, position) in enumerate(rows):
                 sample.digests[position][index : index + 1] += digests[row : row + 1]

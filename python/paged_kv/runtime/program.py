@@ -71,7 +71,7 @@ class Program:
         renew_in_children(self, Program._renew_lock)
         self.inputs = graph.inputs
         self._inputs = [value for value, buffer in zip(graph.inputs, buffers, strict=True) if buffer is None]
-        self._outputs = graph.outputs
+        self.outputs = graph.outputs
         self._alive: list[Any] = [weights, buffers]
         for index, value in enumerate(self._inputs):
             value.at = Word(0, 1, f"input {index}")
@@ -162,7 +162,7 @@ class Program:
             began = perf_counter_ns()
             self._call[PROGRAM.index("begins")] = 0 if profile is None else _address(profile.begins)
             sizes = self._sizes(inputs)
-            outputs = [np.empty([_at(word, sizes) for word in value.shape], _numpy(value)) for value in self._outputs]
+            outputs = [np.empty([_at(word, sizes) for word in value.shape], _numpy(value)) for value in self.outputs]
             sizes |= {f"input {i}": _address(each) for i, each in enumerate(inputs)}
             sizes |= {f"output {i}": _address(each) for i, each in enumerate(outputs)}
             sizes |= self._slots_in_arena(sizes)
