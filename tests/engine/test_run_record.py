@@ -1,5 +1,8 @@
 """A record of a run: the same run gives the same bits, and a planted difference is named by position and operation."""
 
+from dataclasses import replace
+from unittest.mock import ANY
+
 import numpy as np
 import pytest
 from max.dtype import DType
@@ -31,18 +34,19 @@ def recorded(path, prompts=(PROMPT,), weights=None, **options):
         engine.step()
     while not engine.is_idle:
         engine.step()
-    engine.record.write(path)
+    with path.open("wb") as file:
+        engine.record.write(file)
     return read_record(path)
 
 
 def test_the_same_run_is_the_same_to_the_bit(tmp_path):
     first, second = (recorded(tmp_path / f"{name}.npz") for name in "ab")
-    (found,) = differences(first, second)
-    assert (found.position, found.parted, found.largest) == (None, None, 0)
-    assert found.compared == len(PROMPT) + NEW - 1
+    (difference,) = differences(first, second)
+    assert (difference.position, difference.parted, difference.largest) == (None, None, 0)
+    assert difference.compared == len(PROMPT) + NEW - 1
     (sample,) = first.samples.values()
     assert [sample.tokens[at] for at in range(len(PROMPT))] == PROMPT
-    assert sorted(sample.logits) == list(range(len(PROMPT) - 1, found.compared))
+    assert sorted(sample.logits) == list(range(len(PROMPT) - 1, difference.compared))
     for digests in sample.digests.values():  # each operation of tokens has a row at each position
         assert digests[first.names.index("layer 0: attention")] != 0
 
@@ -52,10 +56,10 @@ def test_a_weight_that_differs_is_named(tmp_path):
     changed = model.weights[O_PROJ].copy()
     changed[3, 5] += 0.5
     first, second = recorded(tmp_path / "a.npz"), recorded(tmp_path / "b.npz", weights={O_PROJ: changed})
-    (found,) = differences(first, second)
-    assert (found.position, found.operation) == (0, "layer 1: linear")
-    assert found.differing == found.compared
-    assert found.largest > 0
+    (difference,) = differences(first, second)
+    assert (difference.position, difference.operation) == (0, "layer 1: linear")
+    assert difference.differing == difference.compared
+    assert difference.largest > 0
 
 
 def test_what_no_operation_reads_is_not_compared(tmp_path):
@@ -68,11 +72,20 @@ def test_what_no_operation_reads_is_not_compared(tmp_path):
 
 def test_where_tokens_part_nothing_after_is_compared(tmp_path):
     other = [*PROMPT[:7], PROMPT[7] + 1, *PROMPT[8:]]
-    (found,) = differences(recorded(tmp_path / "a.npz"), recorded(tmp_path / "b.npz", [other]))
-    assert (found.parted, found.compared) == (7, 7)
+    (difference,) = differences(recorded(tmp_path / "a.npz"), recorded(tmp_path / "b.npz", [other]))
+    assert (difference.parted, difference.compared) == (7, 7)
 
 
-def test_samples_are_told_apart_in_a_batch_and_in_cuts(tmp_path):
+def test_other_vocabularies_are_refused(tmp_path):
+    one = recorded(tmp_path / "a.npz")
+    (key,) = one.samples
+    shorter = {at: row[:-1] for at, row in one.samples[key].logits.items()}
+    other = replace(one, samples={key: replace(one.samples[key], logits=shorter)})
+    with pytest.raises(ContractError, match="other vocabularies"):
+        list(differences(one, other))
+
+
+def test_each_sample_of_a_batch_has_its_own_rows_however_its_prompt_is_cut(tmp_path):
     """Rows of two samples in one step, and of a prompt in several, are those of the sample and its positions."""
     other = [token + 40 for token in PROMPT[:9]]
     together = recorded(tmp_path / "a.npz", [PROMPT, other])
@@ -86,9 +99,9 @@ def test_samples_are_told_apart_in_a_batch_and_in_cuts(tmp_path):
 
 
 def test_a_prefix_from_the_cache_has_no_rows(tmp_path):
-    found = recorded(tmp_path / "a.npz", [PROMPT, PROMPT])
-    assert min(found.samples[0, 0].tokens) == 0
-    assert min(found.samples[1, 0].tokens) == 16
+    twice = recorded(tmp_path / "a.npz", [PROMPT, PROMPT])
+    assert min(twice.samples[0, 0].tokens) == 0
+    assert min(twice.samples[1, 0].tokens) == 16
 
 
 def test_the_program_gives_what_it_gives_unwatched(monkeypatch):
@@ -113,6 +126,8 @@ def test_commands(tmp_path, capsys):
     assert "positions are the same to the bit" in capsys.readouterr().out
     assert _run(["diff", a, other]) == 1
     assert "tokens part at position" in capsys.readouterr().out
+    assert _run([*command, "--logits", str(tmp_path / "missing" / "file")]) == 2
+    assert capsys.readouterr() == ("", ANY)  # before anything is computed
     assert _run([*command, "--logits", a, "--profile"]) == 2
     assert "one by one" in capsys.readouterr().err
 
@@ -120,9 +135,8 @@ def test_commands(tmp_path, capsys):
 def test_refusals(tmp_path, monkeypatch):
     model = DecoderModel.from_folder(FOLDER, dtype=DType.float32, num_pages=1, page_size=16)
     record = model.new_record()
-    with pytest.raises(ContractError, match=r"--logits .*cannot be written"):
-        record.write(tmp_path / "missing" / "file")
-    record.write(tmp_path / "empty.npz")
+    with (tmp_path / "empty.npz").open("wb") as file:
+        record.write(file)
     empty = read_record(tmp_path / "empty.npz")
     with pytest.raises(ContractError, match="no sample in common"):
         list(differences(empty, empty))
@@ -133,7 +147,8 @@ def test_refusals(tmp_path, monkeypatch):
         with pytest.raises(ContractError, match="no record of a run"):
             read_record(tmp_path / name)
     few = RunRecord(model._program.operations[:3], model._program.inputs, model._program.outputs)
-    few.write(tmp_path / "few.npz")
+    with (tmp_path / "few.npz").open("wb") as file:
+        few.write(file)
     with pytest.raises(ContractError, match="other operations"):
         list(differences(read_record(tmp_path / "few.npz"), empty))
     monkeypatch.setattr(model, "_program", None)

@@ -8,7 +8,7 @@ import pytest
 
 from paged_kv.cli import _run
 from paged_kv.commands.page_history import read_history
-from paged_kv.commands.trace import trace_file, traced
+from paged_kv.commands.trace import output_file, traced
 from paged_kv.engine.engine import Engine
 from paged_kv.engine.requests import Sampling
 from paged_kv.errors import ContractError
@@ -38,7 +38,7 @@ def test_a_trace_says_what_the_pool_says(tmp_path):
     engine = Engine(FakeModel(30, 4), max_running=6)
     rng = np.random.default_rng(0)
     prefix = rng.integers(0, 20, 30).tolist()
-    with trace_file(path) as file, traced(engine.pool, file):
+    with output_file("--trace", path) as file, traced(engine.pool, file):
         for turn in range(30):
             prompt = prefix[: rng.integers(1, 30)] + rng.integers(0, 20, 3).tolist()
             engine.add_request(prompt, Sampling(12, 1.0, seed=turn), int(rng.choice([1, 3])))

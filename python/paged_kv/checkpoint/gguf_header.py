@@ -66,12 +66,12 @@ class Strings:
     def all(self) -> list[bytes]:
         """The strings, as they are in the file."""
         data, at = bytes(self.data), 0
-        found = []
+        strings = []
         for _ in range(self.count):
             start = at + _LENGTH.size
             at = start + _LENGTH.unpack_from(data, at)[0]
-            found.append(data[start:at])
-        return found
+            strings.append(data[start:at])
+        return strings
 
 
 @dataclass(frozen=True)

@@ -189,12 +189,11 @@ class _Vocabulary:
         for index, raw in enumerate(found.all):
             if len(raw) > _LONGEST_TOKEN:
                 raise self._error("tokens", f"token {index}", f"it has {len(raw)} bytes")
-        if len(set(filter(None, tokens))) < sum(map(bool, tokens)):
-            before = set[str]()
-            for index, token in enumerate(tokens):
-                if token and token in before:
-                    raise self._error("tokens", token, f"token {index} is there before")
-                before.add(token)
+        before = set[str]()
+        for index, token in enumerate(tokens):
+            if token and token in before:
+                raise self._error("tokens", token, f"token {index} is there before")
+            before.add(token)
         return tokens
 
     def _types(self) -> list[int]:

@@ -21,10 +21,10 @@ def diff(one: Path, other: Path) -> int:
     """
     from paged_kv.engine.run_record import differences, read_record
 
-    found = list(differences(read_record(one), read_record(other)))
-    for each in found:
+    samples = list(differences(read_record(one), read_record(other)))
+    for each in samples:
         click.echo(line_of(each))
-    return int(any(each.position is not None or each.parted is not None for each in found))
+    return int(any(each.position is not None or each.parted is not None for each in samples))
 
 
 def line_of(difference: Difference) -> str:

@@ -111,7 +111,7 @@ def generate(
     from paged_kv.commands.live import live_view
     from paged_kv.commands.printing import Printer
     from paged_kv.commands.prompts import PromptLine, RefusedLine, encode, given, read
-    from paged_kv.commands.trace import trace_file, traced
+    from paged_kv.commands.trace import output_file, traced
     from paged_kv.engine.disk_tier import DiskTier
     from paged_kv.engine.engine import MAX_RUNNING, Engine
     from paged_kv.engine.tokenizer import Tokenizer
@@ -155,7 +155,7 @@ def generate(
         kinds = " and ".join(dict.fromkeys(encoding for _, encoding in config.encodings))
         kept = f"stay packed, as {kinds}" if kinds else f"are dequantised to {dtype or 'float32'} at load"
         say(f"{opened.checkpoint.packing.describe()} {kept}")
-    with trace_file(trace) as file:  # before a compile
+    with output_file("--trace", trace) as file, output_file("--logits", logits, "wb") as record_file:
         model = load_model(opened, dtype, pages or max(needed, 1), page_size, device, cache_dtype, cache_rotation)
         draft_model: Any = speculate
         if draft is not None:
@@ -163,7 +163,7 @@ def generate(
             draft_model = load_model(draft, its_dtype, model.num_pages, page_size, device)
         engine = Engine(model, tokenizer, max_step_tokens=max_step_tokens, disk=disk, speculate=draft_model)
         profiles = model.profile_steps() if profile else None
-        engine.record = None if logits is None else model.new_record()
+        engine.record = None if record_file is None else model.new_record()
         has_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
         printer = Printer(as_json=as_json or source is not None or has_logprobs)
         for line in lines:
@@ -186,8 +186,8 @@ def generate(
                 for output in engine.step():
                     printer.add(output)
             seconds = perf_counter() - began
-        if logits is not None and engine.record is not None:
-            engine.record.write(logits)
+        if record_file is not None and engine.record is not None:
+            engine.record.write(record_file)
         print_statistics(engine.statistics, model)
         if profiles is not None:
             for row in profile_lines(profiles, seconds, "plans, sampling, text"):

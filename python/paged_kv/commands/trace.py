@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from paged_kv.arguments import printable
 from paged_kv.errors import ContractError
@@ -18,8 +18,8 @@ FORMAT = "paged-kv page events 1"
 
 
 @contextmanager
-def trace_file(path: Path | None) -> Iterator[IO[str] | None]:
-    """The empty file of a trace, opened before what takes long; None where there is no path.
+def output_file(option: str, path: Path | None, mode: Literal["w", "wb"] = "w") -> Iterator[IO[Any] | None]:
+    """The empty file that an option names, opened before what takes long; None where there is no path.
 
     Raises:
         ContractError: it cannot be written, or is no regular file.
@@ -28,21 +28,21 @@ def trace_file(path: Path | None) -> Iterator[IO[str] | None]:
         yield None
         return
     try:
-        file = write_regular(path)
+        file = write_regular(path, mode)
     except (OSError, ValueError) as error:  # ValueError: a NUL byte
-        raise _unwritten(path, error) from None
+        raise _unwritten(option, path, error) from None
     try:
         yield file
     finally:
         try:
             file.close()
         except OSError as error:
-            raise _unwritten(path, error) from None
+            raise _unwritten(option, path, error) from None
 
 
 @contextmanager
 def traced(pool: PagePool, file: IO[str] | None, **said: Any) -> Iterator[None]:
-    """Writes what happens to the pool's pages to a file of `trace_file` until it leaves; to none where it is None.
+    """Writes what happens to the pool's pages to a file of `output_file` until it leaves; to none where it is None.
 
     The first line says `said` of the pages too.
     """
@@ -70,5 +70,5 @@ def traced(pool: PagePool, file: IO[str] | None, **said: Any) -> Iterator[None]:
         pool.unlisten(write)
 
 
-def _unwritten(path: Path, error: Exception) -> ContractError:
-    return ContractError(f"--trace {printable(path)}: cannot be written: {printable(error)}")
+def _unwritten(option: str, path: Path, error: Exception) -> ContractError:
+    return ContractError(f"{option} {printable(path)}: cannot be written: {printable(error)}")

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from paged_kv.arguments import printable
 from paged_kv.errors import ContractError
-from paged_kv.files import open_regular, write_regular
+from paged_kv.files import open_regular
 from paged_kv.runtime.graph_reading import Operation, Value
 from paged_kv.runtime.step_profile import layers_of, operation_name
 
@@ -86,12 +86,8 @@ class RunRecord:
         for (sample, position), row in zip(self._rows[1], logits, strict=True):
             sample.logits[position] = row.copy()
 
-    def write(self, path: Path) -> None:
-        """Writes the record as NumPy's `.npz`.
-
-        Raises:
-            ContractError: it cannot be written, or is no regular file.
-        """
+    def write(self, file: IO[bytes]) -> None:
+        """Writes the record as NumPy's `.npz`."""
         arrays: dict[str, Any] = {_FORMAT_KEY: np.array(_FORMAT), _OPERATIONS: np.array(self.names)}
         for (request, index), sample in sorted(self.samples.items()):
             positions = np.array(sorted(sample.tokens), np.int64)
@@ -105,11 +101,7 @@ class RunRecord:
                 else np.zeros((0, 0), np.float32),
             )
             arrays |= {f"{request}.{index}.{name}": array for name, array in zip(_FIELDS, fields, strict=True)}
-        try:
-            with write_regular(path, "wb") as file:
-                np.savez(file, **arrays)
-        except (OSError, ValueError) as error:
-            raise ContractError(f"--logits {printable(path)}: cannot be written: {printable(error)}") from None
+        np.savez(file, **arrays)
 
 
 @dataclass(frozen=True)
@@ -172,7 +164,7 @@ def differences(one: Recorded, other: Recorded) -> Iterator[Difference]:
     """Compare each sample that both runs have.
 
     Raises:
-        ContractError: their models have steps of other operations, or no sample is in both.
+        ContractError: their models have steps of other operations or other vocabularies, or no sample is in both.
     """
     if one.names != other.names:
         raise ContractError("the two records are of models whose steps have other operations")
@@ -198,6 +190,8 @@ def _difference(key: tuple[int, int], names: Sequence[str], one: SampleRecord, o
             if position is None:
                 position, operation = at, names[int(parts.argmax())]
         if at in one.logits and at in other.logits:
+            if one.logits[at].shape != other.logits[at].shape:
+                raise ContractError("the two records are of models with other vocabularies")
             largest = max(largest, float(np.abs(one.logits[at] - other.logits[at]).max(initial=0)))
     return Difference(key, len(compared), position, operation, differing, largest, parted)
 

@@ -153,7 +153,7 @@ class Program:
             inputs: What each step brings, in the order of the graph's inputs.
             profile: One of `new_profile`, which notes the times of this run.
             watch: Called with each operation's number, itself and its results, which are memory of the program that
-                later operations write to: the operations run one by one then. Not beside a profile.
+                later operations write to: the operations run one by one then. No profile goes with it.
 
         Raises:
             ContractError: a kernel refuses its operands; the message names the operation.
