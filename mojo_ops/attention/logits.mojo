@@ -53,6 +53,13 @@ struct Logits(TrivialRegisterPassable):
         return max(0, length - 1 - self.window_left) if self.window_left >= 0 else 0
 
     @always_inline
+    def factor(self) -> Float32:
+        """What a dot product is multiplied by to become a base-2 score, where nothing else is done to it; otherwise 0.
+        """
+        var factor = self.scale * LOG2E
+        return factor if not self.has_alibi and self.soft_cap <= 0 and isfinite(factor) else 0
+
+    @always_inline
     def score(self, dot: SIMD[DType.float32, _], head: Int, token: Int) -> type_of(dot):
         """The base-2 scores of one query head for consecutive tokens from `token` on."""
         var slope = type_of(dot)(self.alibi_slopes[unsafe_offset=head]) if self.has_alibi else 0

@@ -1,4 +1,6 @@
-"""Prefill on the CPU: the number of threads changes no bit, and what no row sees is not multiplied."""
+"""Attention on the CPU: neither threads, nor other rows, nor other requests change a bit of a row, and what no row
+sees is not multiplied.
+"""
 
 from std.testing import TestSuite, assert_equal, assert_true
 from std.utils import IndexList
@@ -38,7 +40,11 @@ struct Results(Movable):
         self.lse = lse^
 
 
-def attend[dtype: DType, kv_dtype: DType](lengths: List[Int], new_tokens: List[Int], workers: Int) -> Results:
+def attend[
+    dtype: DType, kv_dtype: DType
+](
+    lengths: List[Int], new_tokens: List[Int], workers: Int, sm_scale: Float32 = 0.125, window_left: Int = -1
+) -> Results:
     """The last `new_tokens[b]` tokens of each request attend, over shuffled pages whose other slots are NaN."""
     var columns = 0
     for length in lengths:
@@ -65,8 +71,10 @@ def attend[dtype: DType, kv_dtype: DType](lengths: List[Int], new_tokens: List[I
             row_lengths.append(Int32(lengths[b] - new_tokens[b] + row + 1))
     var rows = len(row_batch)
     var q = List[Scalar[dtype]](length=rows * HEADS * DIM, fill=0)
-    for i in range(len(q)):
-        q[i] = some_number(i + 77).cast[dtype]()
+    for row in range(rows):
+        for i in range(HEADS * DIM):
+            var seed = (Int(row_batch[row]) * 5000 + Int(row_lengths[row])) * HEADS * DIM + i + 77
+            q[row * HEADS * DIM + i] = some_number(seed).cast[dtype]()
     var o = List[Scalar[dtype]](length=rows * HEADS * DIM, fill=nan[dtype]())
     var lse = List[Float32](length=rows * HEADS, fill=nan[DType.float32]())
     var nothing = List[Float32](length=1, fill=0)
@@ -91,7 +99,7 @@ def attend[dtype: DType, kv_dtype: DType](lengths: List[Int], new_tokens: List[I
         ),
         Cache(untracked_mutable(keys), shape, strides, untracked(table), len(lengths), columns),
         Cache(untracked_mutable(values), shape, strides, untracked(table), len(lengths), columns),
-        Logits(0.125, 0, -1, untracked(nothing), False, untracked(nothing), False),
+        Logits(sm_scale, 0, window_left, untracked(nothing), False, untracked(nothing), False),
         workers,
     )
     var results = List[Float32]()
@@ -119,6 +127,51 @@ def check_threads[dtype: DType, kv_dtype: DType]() raises:
 def test_threads_change_no_bit() raises:
     check_threads[DType.bfloat16, DType.bfloat16]()
     check_threads[DType.float32, DType.float32]()
+
+
+def check_rows[dtype: DType, kv_dtype: DType](window_left: Int = -1) raises:
+    """The rows of a prompt of 1,400 tokens, alone, in parts of it, and beside other requests."""
+    comptime tokens = 1400
+    comptime sm_scale: Float32 = 2  # scores of up to some hundred: maxima are raised now and then
+    var prompt = attend[dtype, kv_dtype]([tokens], [tokens], 2, sm_scale, window_left)
+    for length, new_tokens in [
+        (1, 1),
+        (5, 5),
+        (128, 1),
+        (129, 3),
+        (250, 13),
+        (256, 1),
+        (257, 1),
+        (513, 8),
+        (700, 64),
+        (tokens, 1),
+        (tokens, 7),
+        (tokens, 300),
+    ]:
+        for others in range(2):
+            var lengths: List[Int] = [length]
+            var parts: List[Int] = [new_tokens]
+            if others == 1:
+                lengths += [3000, 40]
+                parts += [1, 20]
+            var part = attend[dtype, kv_dtype](lengths, parts, 1 + others, sm_scale, window_left)
+            for row in range(new_tokens):
+                var at = length - new_tokens + row
+                for head in range(HEADS):
+                    assert_equal(part.lse[row * HEADS + head], prompt.lse[at * HEADS + head], String("lse of row ", at))
+                for i in range(HEADS * DIM):
+                    assert_equal(
+                        part.o[row * HEADS * DIM + i], prompt.o[at * HEADS * DIM + i], String("o of row ", at)
+                    )
+
+
+def test_other_rows_change_no_bit() raises:
+    check_rows[DType.bfloat16, DType.bfloat16]()
+    check_rows[DType.float32, DType.float32]()
+    check_rows[DType.float32, DType.bfloat16]()
+    check_rows[DType.bfloat16, DType.float8_e4m3fn]()
+    for window_left in [0, 100, 511, 700]:
+        check_rows[DType.float32, DType.bfloat16](window_left)
 
 
 def test_no_more_prefetches_than_planned() raises:

@@ -62,16 +62,21 @@ def attend_on_cpu[
     plan.cut_heads(heads.kv_heads, tasks)
     tasks = min(tasks, len(plan.segments))
     var split_results = SplitResults(
-        plan.num_split_results, tasks, max(max_queries, padded_queries(max_prefill_queries)), heads.padded_value
+        plan.num_split_results,
+        plan.max_results(),
+        tasks,
+        max(max_queries, padded_queries(max_prefill_queries)),
+        heads.padded_value,
     )
     var rotary_tables = RotaryTables[kv_dtype](heads.head_dim, rows.rope_theta if rotates else 0, rows.rope_scale)
     var max_rotated = max(plan.max_rows * rows.num_heads, max_prefill_queries)
     # All threads write it, so its cache line holds nothing else.
     var num_taken = LineCounter()
-    var queue = SegmentQueue(
+    var segments = SegmentQueue(
         untracked(plan.segments.unsafe_ptr()),
         len(plan.segments),
         num_taken.at(),
+        Segment.none(),
     )
 
     def task(
@@ -83,7 +88,7 @@ def attend_on_cpu[
         var logits,
         var heads,
         var choice,
-        var queue,
+        var segments,
         var max_stride,
         var max_queries,
         var max_prefill_queries,
@@ -105,6 +110,7 @@ def attend_on_cpu[
         var prefill_vectors = VectorPrefillWorkspace(
             0 if choice.permitted else max_prefill_queries, heads, prefetch_ranges(heads)
         )
+        var queue = segments
         var segment = queue.take()
         while segment.num_rows > 0:
             var queries = segment.num_rows * heads.group

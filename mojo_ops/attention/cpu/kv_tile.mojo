@@ -19,24 +19,29 @@ struct KVTile(TrivialRegisterPassable):
     var v: IntPointer
     """`[KV_TILE_TOKENS]`."""
     var count: Int
-    """Tokens. The entries past them repeat the last token, so that they can be read."""
+    """Entries up to the last token. Those past it repeat it, and those before the first token repeat that one, so that
+    they can be read."""
     var first: Int
     """The first token."""
     var interleaved: Bool
     """True if entry `i` is token `first + i % STREAMS * RUN_TOKENS + i // STREAMS`, else `first + i`."""
 
     def __init__(out self, k: PagedKVCache, v: type_of(k), request: Int, begin: Int, end: Int, offsets: IntPointer):
-        """The tokens from `begin` to the next multiple of `KV_TILE_TOKENS`, or to `end`: whole pages of 16 slots."""
+        """The tokens from `begin` to the next multiple of `KV_TILE_TOKENS`, or to `end`: whole pages of 16 slots.
+
+        Token `t` is entry `t % KV_TILE_TOKENS`.
+        """
         self.k = offsets
         self.v = offsets.unsafe_offset(KV_TILE_TOKENS + OFFSET_WIDTH)
-        self.count = max(0, min(KV_TILE_TOKENS - begin % KV_TILE_TOKENS, end - begin))
         var size = k.slots()
-        self.first = begin
+        var before = begin % KV_TILE_TOKENS
+        self.first = begin - before
+        self.count = min(KV_TILE_TOKENS, end - self.first) if begin < end else 0
         self.interleaved = False
         var k_at = k.strides()
         var v_at = v.strides()
         var column, slot = divmod(begin, size)
-        var i = 0
+        var i = before
         while i < self.count:
             # The slots of one page. Offsets past them are overwritten in the next iteration.
             var run = min(size - slot, self.count - i)
@@ -51,6 +56,9 @@ struct KVTile(TrivialRegisterPassable):
             slot = 0
             column += 1
         if self.count > 0:
+            for entry in range(before):
+                self.k[unsafe_offset=entry] = self.k[unsafe_offset=before]
+                self.v[unsafe_offset=entry] = self.v[unsafe_offset=before]
             for rest in range(self.count, KV_TILE_TOKENS):
                 self.k[unsafe_offset=rest] = self.k[unsafe_offset=self.count - 1]
                 self.v[unsafe_offset=rest] = self.v[unsafe_offset=self.count - 1]

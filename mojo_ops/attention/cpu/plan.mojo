@@ -1,6 +1,7 @@
 """The plan of one attention call: its segments, and how threads take them."""
 
 from std.atomic import Atomic
+from std.bit import bit_width
 from std.math import ceildiv
 
 from ...cache.pointers import RowPointer
@@ -11,13 +12,12 @@ from .prefetch import SPAN_TOKENS
 
 comptime MAX_BLOCK_ROWS = 8
 """Rows of one request that share every load of its K and V, in a block that is not prefill."""
-comptime MAX_WHOLE_TOKENS = 256
-"""Up to so many tokens a block is not split. A split costs as much time as two tokens."""
-comptime MIN_LONG_TOKENS = 256
-"""Tokens of the longest segments, at least."""
-comptime MIN_SHORT_TOKENS = 64
-"""Tokens of the shortest segments, at least, but the last of a block. Less than a span only where the longest are 8
-times as long: few tokens in many splits took 1.08 times as long on two threads (1 x 2048; Zen 5, 2026-11-22)."""
+comptime MIN_SPLIT_TOKENS = 256
+"""Tokens of a split, at least. A split costs as much time as two tokens."""
+comptime MAX_SPLIT_TOKENS = 1024
+"""Tokens of a split, at most."""
+comptime SPLITS_PER_ROW = 64
+"""Splits of a row, at least, whose splits have more than `MIN_SPLIT_TOKENS`."""
 comptime LONG_SEGMENTS_PER_CALL = 64
 """Segments that the tokens of all blocks would make, were all of them as long as the longest: one a thread of 64."""
 comptime MOST_LONG_SEGMENTS = 256
@@ -25,11 +25,11 @@ comptime MOST_LONG_SEGMENTS = 256
 128.
 """
 comptime CHEAP_TOKENS = 1024
-"""Tokens beside which a split costs little. On two threads 256 splits of 8 x 4096 tokens instead of 160 took 1.04 times
-as long (Emerald Rapids without AMX, 2026-11-23)."""
+"""Tokens beside which a segment costs little. On two threads 256 segments of 8 x 4096 tokens instead of 160 took 1.04
+times as long (Emerald Rapids without AMX, 2026-11-23)."""
 comptime MAX_WHOLE_PREFILL = 2
-"""A prefill block of up to so many of the longest segments is not split, because its split costs more: 512 new tokens
-of 2048 took 1.06 times as long where every block was split (32/8 heads of 128; Zen 5, two threads, 2026-11-22)."""
+"""A prefill block of up to so many of the longest segments is one segment: 512 new tokens of 2048 took 1.06 times as
+long where every block was cut (32/8 heads of 128; Zen 5, two threads, 2026-11-22)."""
 comptime THREAD_WORK = 1 << 18
 """Multiply-adds of q and K that a thread is woken for, at least: 15 to 30 us on Zen 4, and to wake one takes 10 us
 where it spins and some 50 where it sleeps."""
@@ -42,8 +42,19 @@ comptime WORK_CLASSES = 64
 comptime ALL_HEADS = -1
 
 
+def split_tokens(length: Int) -> Int:
+    """Return the tokens of each split of a row of so many tokens, a power of two.
+
+    They begin at multiples of it, so where a row is split depends on the row alone.
+    """
+    var tokens = MIN_SPLIT_TOKENS
+    while tokens < MAX_SPLIT_TOKENS and length >= 2 * tokens * SPLITS_PER_ROW:
+        tokens *= 2
+    return tokens
+
+
 struct Segment(TrivialRegisterPassable):
-    """Some tokens of a block of rows of one request: a whole block, or one split of it."""
+    """Some adjacent splits of a block of rows of one request, or one of them."""
 
     var row: Int
     """The block's first row."""
@@ -52,12 +63,18 @@ struct Segment(TrivialRegisterPassable):
     var begin: Int
     var end: Int
     """Tokens `[begin, end)`."""
+    var last_span: Int
+    """The first token of the span that holds the last tokens of the block's rows. It is read in the order of tokens."""
+    var split_tokens: Int
+    """Tokens of a split: each ends at a multiple of it, or with the block."""
     var split_result: Int
-    """Its index in `SplitResults`; -1 where it is a whole block."""
+    """The index of its first split in `SplitResults`; -1 where the block has one split."""
     var split: Int
-    """The number of the split in its block. The split results of a block are adjacent."""
+    """The number of its first split in the block. The split results of a block are adjacent."""
     var num_splits: Int
     """Splits of the block."""
+    var continues: Bool
+    """True if it is one split, and the one before it was computed by the same task just before."""
     var head: Int
     """The first KV head."""
     var num_heads: Int
@@ -66,14 +83,17 @@ struct Segment(TrivialRegisterPassable):
     """True if it is one KV head of a prefill block."""
 
     def __init__(out self, row: Int, num_rows: Int, begin: Int, end: Int):
-        """A whole block of all KV heads."""
+        """A whole block of all KV heads, which is not split."""
         self.row = row
         self.num_rows = num_rows
         self.begin = begin
         self.end = end
+        self.last_span = max(0, end - 1) // SPAN_TOKENS * SPAN_TOKENS
+        self.split_tokens = Int.MAX
         self.split_result = -1
         self.split = 0
         self.num_splits = 1
+        self.continues = False
         self.head = 0
         self.num_heads = ALL_HEADS
         self.prefill = False
@@ -94,6 +114,29 @@ struct Segment(TrivialRegisterPassable):
         """Return how many of a call's KV heads it computes."""
         return kv_heads if self.num_heads == ALL_HEADS else self.num_heads
 
+    def first_split(self) -> Int:
+        """The number of the block's first split, counted from token 0."""
+        return self.begin // self.split_tokens - self.split
+
+    def splits(self) -> Int:
+        """Return how many splits it has."""
+        return max(1, (self.end - 1) // self.split_tokens + 1 - self.begin // self.split_tokens)
+
+    @always_inline
+    def take_split(mut self) -> Self:
+        """Removes its first split and returns it. After the last one it has no rows."""
+        var split = self
+        var end = self.begin // self.split_tokens * self.split_tokens + self.split_tokens
+        if end >= self.end:
+            self.num_rows = 0
+            return split
+        split.end = end
+        self.begin = end
+        self.split += 1
+        self.split_result += 1
+        self.continues = True
+        return split
+
 
 @fieldwise_init
 struct BlockSizes(TrivialRegisterPassable):
@@ -109,26 +152,32 @@ struct BlockSizes(TrivialRegisterPassable):
 
 @fieldwise_init
 struct SegmentQueue(ImplicitlyCopyable):
-    """The segments of a call. The next idle thread takes the next one; results do not depend on the thread."""
+    """The segments of a call, as one task sees them. The next idle task takes the next one; results do not depend on
+    the task."""
 
     var segments: Pointer[Segment, MutUntrackedOrigin]
     """`[count]`."""
     var count: Int
     var num_taken: Pointer[Atomic[Int64], MutUntrackedOrigin]
+    var rest: Segment
+    """The splits that are left of the segment that the task took last."""
 
     @always_inline
-    def take(self) -> Segment:
-        """The next segment, or one without rows where none is left."""
-        var i = Int(self.num_taken[].fetch_add(1))
-        return self.segments[unsafe_offset=i] if i < self.count else Segment.none()
+    def take(mut self) -> Segment:
+        """The next split of the task's segment or of the next segment; one without rows where none is left."""
+        if self.rest.num_rows == 0:
+            var i = Int(self.num_taken[].fetch_add(1))
+            if i >= self.count:
+                return Segment.none()
+            self.rest = self.segments[unsafe_offset=i]
+        return self.rest.take_split()
 
 
 struct SegmentLengths(Movable):
     """The tokens of each segment of a call, from all tokens: long ones until half of the tokens are cut, half as long
-    until half of the rest are, and so on.
+    until half of the rest are, and so on. They have whole splits, and no result depends on them.
 
-    The queue begins with the longest segments, and the short ones make up for what the long ones leave unequal. The
-    number of threads plays no part, so the result does not depend on it.
+    The queue begins with the longest segments, and the short ones make up for what the long ones leave unequal.
     """
 
     var total: Int
@@ -141,25 +190,22 @@ struct SegmentLengths(Movable):
         self.cut = 0
 
     def longest(self) -> Int:
-        """Tokens of the longest segments: whole spans."""
+        """Tokens of the longest segments."""
         var longest = self.total // LONG_SEGMENTS_PER_CALL
         if longest > CHEAP_TOKENS:
             longest = max(CHEAP_TOKENS, self.total // MOST_LONG_SEGMENTS)
-        return max(MIN_LONG_TOKENS, longest // SPAN_TOKENS * SPAN_TOKENS)
+        return max(MIN_SPLIT_TOKENS, longest // MIN_SPLIT_TOKENS * MIN_SPLIT_TOKENS)
 
     def length(self) -> Int:
-        """Tokens of the next segment, at most: whole spans, or `MIN_SHORT_TOKENS`."""
-        var longest = self.longest()
-        var length = longest
+        """Tokens of the next segment, at most."""
+        var length = self.longest()
         var rest = self.total - self.cut
         for _ in range(LENGTHS - 1):
             rest *= 2
             if rest > self.total:
                 break
             length //= 2
-        if length >= SPAN_TOKENS:
-            return length // SPAN_TOKENS * SPAN_TOKENS
-        return MIN_SHORT_TOKENS if longest >= 8 * MIN_SHORT_TOKENS else SPAN_TOKENS
+        return max(MIN_SPLIT_TOKENS, length // MIN_SPLIT_TOKENS * MIN_SPLIT_TOKENS)
 
 
 struct SegmentPlan(Movable):
@@ -167,7 +213,7 @@ struct SegmentPlan(Movable):
 
     var segments: List[Segment]
     var num_split_results: Int
-    """Segments that are splits of a block."""
+    """Splits of all blocks that have more than one."""
     var max_rows: Int
     """Rows of the largest block that is not prefill."""
     var max_prefill_rows: Int
@@ -180,33 +226,35 @@ struct SegmentPlan(Movable):
         self.max_prefill_rows = 0
 
     def add_block(mut self, block: Segment, mut lengths: SegmentLengths):
-        """Adds a block, in one segment or split. `lengths` counts blocks of up to `MAX_WHOLE_TOKENS` already."""
-        var tokens = block.end - block.begin
-        if tokens <= MAX_WHOLE_TOKENS:
-            self.segments.append(block)
+        """Adds a block, in one segment or cut. `lengths` counts blocks of one split already."""
+        var rest = block
+        rest.num_splits = block.splits()
+        if rest.num_splits == 1:
+            self.segments.append(rest)
             return
-        if tokens <= (MAX_WHOLE_PREFILL * lengths.longest() if block.prefill else lengths.length()):
-            self.segments.append(block)
-            lengths.cut += tokens
-            return
-        # Segments end at multiples of a span, or of `MIN_SHORT_TOKENS`.
-        var end = block.begin // SPAN_TOKENS * SPAN_TOKENS
-        var first = len(self.segments)
-        while end < block.end:
-            var segment = block
-            segment.begin = max(block.begin, end)
-            end = min(block.end, end + lengths.length())
-            if end <= block.begin:
-                continue
-            segment.end = end
-            segment.split = len(self.segments) - first
-            segment.split_result = self.num_split_results + segment.split
+        rest.split_result = self.num_split_results
+        self.num_split_results += rest.num_splits
+        var whole = block.prefill and block.end - block.begin <= MAX_WHOLE_PREFILL * lengths.longest()
+        while rest.begin < rest.end:
+            var tokens = max(lengths.length(), rest.split_tokens)
+            var segment = rest
+            if not whole:
+                segment.end = min(rest.end, rest.begin // rest.split_tokens * rest.split_tokens + tokens)
             self.segments.append(segment)
-            lengths.cut += end - segment.begin
-        var num_splits = len(self.segments) - first
-        for i in range(first, len(self.segments)):
-            self.segments[i].num_splits = num_splits
-        self.num_split_results += num_splits
+            var splits = segment.splits()
+            rest.split += splits
+            rest.split_result += splits
+            rest.begin = segment.end
+            lengths.cut += segment.end - segment.begin
+
+    def max_results(self) -> Int:
+        """Return how many split results wait to be merged, at most: those of a segment are merged in pairs."""
+        var most = 0
+        for segment in self.segments:
+            if segment.split_result >= 0:
+                var splits = segment.splits()
+                most += min(splits, 2 * Int(bit_width(UInt(splits))))
+        return most
 
     def num_tasks(self, group: Int, kv_heads: Int, head_dim: Int, workers: Int) -> Int:
         """Return how many threads have enough to do, from 1 to `workers`: no result depends on it.
@@ -291,23 +339,32 @@ def plan_segments[
 ](
     row_batch: RowPointer, row_lengths: RowPointer, num_rows: Int, masks: Masks, logits: Logits, sizes: BlockSizes
 ) -> SegmentPlan:
-    """Makes blocks of up to `sizes.max_rows` adjacent rows of one request, and splits long blocks."""
+    """Makes blocks of up to `sizes.max_rows` adjacent rows of one request, and cuts long blocks into segments."""
     var blocks = List[Segment]()
     var total = 0
     var row = 0
     while row < num_rows:
         var request = row_batch[unsafe_offset=row]
-        var block = Segment(row, 0, Int.MAX, 0)
+        var block = Segment(row, 0, 0, 0)
+        var first_span = -1
         while block.num_rows < sizes.max_rows and row < num_rows and row_batch[unsafe_offset=row] == request:
             var length = Int(row_lengths[unsafe_offset=row]) if request >= 0 else 0
-            if length > 0:
-                var begin = first_in_window(masks, row, Int(request), length, logits)
-                if begin < length:
-                    block.begin = min(block.begin, begin)
-                    block.end = max(block.end, length)
+            var begin = first_in_window(masks, row, Int(request), length, logits) if length > 0 else 0
+            if begin < length:
+                # Rows that are read in another order do not share a block (`segment_walk.mojo`).
+                var last_span = (length - 1) // SPAN_TOKENS * SPAN_TOKENS
+                var first_whole = ceildiv(begin, SPAN_TOKENS)
+                if first_span < 0:
+                    first_span = first_whole
+                    block.begin = begin
+                    block.last_span = last_span
+                    block.split_tokens = split_tokens(last_span)
+                elif first_whole != first_span or last_span != block.last_span:
+                    break
+                block.begin = min(block.begin, begin)
+                block.end = max(block.end, length)
             block.num_rows += 1
             row += 1
-        block.begin = min(block.begin, block.end)
         total += block.end - block.begin
         blocks.append(block)
 
@@ -315,10 +372,10 @@ def plan_segments[
     var lengths = SegmentLengths(total)
     # A token of a prefill segment is that of one KV head.
     var prefill_lengths = SegmentLengths(total * sizes.kv_heads)
-    # Short blocks count first: the last and shortest splits are then those of long blocks.
+    # Blocks of one split count first: the last and shortest segments are then those of long blocks.
     for block in blocks:
-        var tokens = block.end - block.begin
-        if tokens <= MAX_WHOLE_TOKENS:
+        if block.splits() == 1:
+            var tokens = block.end - block.begin
             lengths.cut += tokens
             prefill_lengths.cut += tokens * sizes.kv_heads
     for block in blocks:

@@ -41,14 +41,15 @@ struct SegmentStep(TrivialRegisterPassable):
             buffer: The first tile buffer, 0 or `SPAN_TILES`.
         """
         var span = begin // SPAN_TOKENS * SPAN_TOKENS
-        var whole_span = span >= segment.begin and span + SPAN_TOKENS <= segment.end
+        # The same for every row of the block, whichever rows it has (`plan_segments`).
+        var whole_span = span >= segment.begin and span < segment.last_span
         var interleaved = k.slots() <= CPU_TUNING.interleaved_slots
         self.tiles = workspace.tile(buffer)
         self.count = 1
         self.end = begin
         if not whole_span:
             self.tiles[] = KVTile(k, v, request, begin, segment.end, workspace.offset_buffer(buffer))
-            self.end += self.tiles[].count
+            self.end = self.tiles[].first + self.tiles[].count
             return
         self.count = tiles
         var first_tile = (begin - span) // KV_TILE_TOKENS
@@ -78,7 +79,7 @@ def next_step[
     segment: Segment,
     end: Int,
     tiles: Int,
-    queue: SegmentQueue,
+    mut queue: SegmentQueue,
     workspace: SegmentWorkspace,
     buffer: Int,
     mut following: Segment,

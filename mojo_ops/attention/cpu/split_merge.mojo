@@ -1,8 +1,8 @@
 """The end of a segment: a whole block is written to o and lse, the splits of a block are merged first.
 
 Splits are merged in pairs, the results in pairs again and so on. The thread that finishes the later half of a pair
-merges it, so no thread waits. The tree of merges depends on the number of splits alone, so the result does not depend
-on which thread merges what.
+merges it, so no thread waits. Pairs are counted from token 0, so a row's result depends on its own tokens alone: neither
+on the thread that merges what, nor on splits of its block in which it sees nothing.
 
 A thread accumulates each split in a result of its own, which is in its cache. It leaves the result to the thread that
 merges it, and goes on in the memory of a result that it has merged before: few results are in use at a time, and they
@@ -61,9 +61,10 @@ struct SplitResults(Movable):
     """`queries`, rounded up to whole lines."""
     var padded_value: Int
 
-    def __init__(out self, splits: Int, tasks: Int, queries: Int, padded_value: Int):
-        """Memory for `splits` splits of all blocks. Each of `tasks` tasks begins with a result."""
-        var count = splits + tasks if splits > 0 else 0
+    def __init__(out self, splits: Int, results: Int, tasks: Int, queries: Int, padded_value: Int):
+        """Memory for `splits` splits of all blocks, `results` of which wait at a time. Each of `tasks` tasks begins with
+        a result."""
+        var count = results + tasks if splits > 0 else 0
         self.queries = queries
         self.states_stride = align_up(queries, LINE_WORDS)
         self.padded_value = padded_value
@@ -108,19 +109,22 @@ struct SplitResults(Movable):
             Whether the block is complete, in `result`. Else the result is left to another thread, and `result` is one
             that can be written.
         """
-        var first = segment.split_result - segment.split
-        var split = segment.split
+        # Splits are counted from token 0; the block has `[first, last)`, and `result` those of `[split, split + width)`.
+        var first = segment.first_split()
+        var last = first + segment.num_splits
+        var zero = segment.split_result - segment.split - first
+        var split = first + segment.split
         var width = 1
-        while width < segment.num_splits:
+        while split > first or split + width < last:
             var left = split // (2 * width) * (2 * width)
             var right = left + width
-            if right < segment.num_splits:
-                self.node(first + split, 1)[] = Int64(result.index)
-                var halves = self.node(first + right, 0).unsafe_bitcast[Atomic[Int64]]()
+            if first < right < last:
+                self.node(zero + max(split, first), 1)[] = Int64(result.index)
+                var halves = self.node(zero + right, 0).unsafe_bitcast[Atomic[Int64]]()
                 if halves[].fetch_add(1) == 0:
                     result.index = result.free.pop() if len(result.free) > 0 else Int(self.num_used.at()[].fetch_add(1))
                     return False
-                var other = Int(self.node(first + left + right - split, 1)[])
+                var other = Int(self.node(zero + max(left + right - split, first), 1)[])
                 for head in range(kv_heads):
                     for m in range(queries):
                         if split == left:

@@ -3,7 +3,8 @@
 from std.memory import bitcast
 from std.utils.numerics import nan
 
-from ...isa.convert import FloatVector, LANES
+from ...isa.convert import LANES
+from ...isa.memory import FloatPointer
 from ..logits import Logits
 from ..params import AttentionRows
 from ..softmax import AttentionState, MINUS_INFINITY, exp2
@@ -44,6 +45,7 @@ def scores_to_weights[
     """
     var m = head * stride
     var tokens = tile.tokens()
+    var factor = logits.factor()
     for row in range(segment.num_rows):
         var length = Int(rows.row_lengths[unsafe_offset=segment.row + row])
         var first = logits.first_token(length)
@@ -56,26 +58,28 @@ def scores_to_weights[
                 logits.alibi_slopes[unsafe_offset=head * heads.group + g]
             ) if logits.has_alibi else 0
             var dots = at.unsafe_load[width=KV_TILE_TOKENS]()
-            var scores = logits.score_each(dots, slope, tokens.cast[DType.float32]())
+            var scores = dots * factor if factor != 0 else logits.score_each(dots, slope, tokens.cast[DType.float32]())
             if not all_seen:
                 var seen = tokens.lt(Int32(last)) & tokens.ge(Int32(first))
                 scores = seen.select(scores, MINUS_INFINITY)
                 dots = seen.select(dots, ScoreVector(0))
             var greatest = workspace.greatest[unsafe_offset=m]
-            var totals = workspace.totals.unsafe_load[width=LANES](m * LANES)
             # Any number that keeps the weights in range gives the same result, so it need not be the greatest score.
             # After the first tile it is hardly ever raised. NaN counts as greater.
             if not scores.le(greatest + RESCALE_THRESHOLD).reduce_and():
-                raise_maximum(scores, m, heads.padded_dim, workspace)
+                # `reduce_max` may pass over a NaN.
+                raise_maximum(
+                    scores.reduce_max() if scores.eq(scores).reduce_and() else nan[DType.float32](),
+                    workspace.greatest.unsafe_offset(m),
+                    workspace.totals.unsafe_offset(m),
+                    workspace.acc.unsafe_offset(m * heads.padded_dim),
+                    heads.padded_dim,
+                )
                 greatest = workspace.greatest[unsafe_offset=m]
-                totals = workspace.totals.unsafe_load[width=LANES](m * LANES)
             # A row that sees none of these tokens has no greatest score to subtract yet.
             var weights = exp2(scores - greatest) if greatest != MINUS_INFINITY else ScoreVector(0)
-            comptime for part in range(KV_TILE_TOKENS // LANES):
-                totals += weights.slice[LANES, offset=part * LANES]()
-                # NaN where a dot product is infinite: it overflowed, and perhaps in a partial sum of the other sign.
-                totals = dots.slice[LANES, offset=part * LANES]().fma(FloatVector(0), totals)
-            workspace.totals.unsafe_store(m * LANES, totals)
+            # NaN where a dot product is infinite: it overflowed, and perhaps in a partial sum of the other sign.
+            workspace.totals[unsafe_offset=m] += sum_of_halves(dots.fma(ScoreVector(0), weights))
             comptime if split_bf16:
                 var high = weights.cast[DType.bfloat16]()
                 var low = (weights - high.cast[DType.float32]()).cast[DType.bfloat16]()
@@ -87,14 +91,30 @@ def scores_to_weights[
             m += 1
 
 
+@always_inline
+def sum_of_halves(x: SIMD[DType.float32, _]) -> Float32:
+    """The sum of a power of two of numbers: of both halves lane by lane, and so on. All kernels add weights so."""
+    comptime if x.length == 1:
+        return x[0]
+    else:
+        comptime half = x.length // 2
+        return sum_of_halves(x.slice[half]() + x.slice[half, offset=half]())
+
+
 @no_inline
-def raise_maximum(scores: ScoreVector, query: Int, padded_dim: Int, workspace: SegmentWorkspace):
-    """Raises a query's lagging maximum to its greatest score and rescales. It hardly ever runs, so it is not inlined."""
-    var state = AttentionState(workspace.greatest[unsafe_offset=query], 0)
-    # `reduce_max` may pass over a NaN.
-    var factor = state.raise_to(scores.reduce_max() if scores.eq(scores).reduce_and() else nan[DType.float32]())
-    workspace.greatest[unsafe_offset=query] = state.greatest
-    workspace.totals.unsafe_store(query * LANES, workspace.totals.unsafe_load[width=LANES](query * LANES) * factor)
-    var acc = workspace.acc.unsafe_offset(query * padded_dim)
+def raise_maximum(score: Float32, greatest: FloatPointer, total: FloatPointer, acc: FloatPointer, padded_dim: Int):
+    """Raises a query's lagging maximum to its greatest score and rescales. It hardly ever runs, so it is not inlined.
+
+    Args:
+        score: The greatest score.
+        greatest: The query's maximum.
+        total: The sum of its weights.
+        acc: `[padded_dim]`: its weighted values.
+        padded_dim: P.
+    """
+    var state = AttentionState(greatest[], total[])
+    var factor = state.raise_to(score)
+    greatest[] = state.greatest
+    total[] = state.total
     for d in range(0, padded_dim, LANES):
         acc.unsafe_store(d, acc.unsafe_load[width=LANES](d) * factor)

@@ -108,7 +108,7 @@ struct SegmentWorkspace(Movable, RunningStates):
     var greatest: FloatPointer
     """`[Hk, stride]`: each query's lagging maximum. No score so far exceeds it by more than `RESCALE_THRESHOLD`."""
     var totals: FloatPointer
-    """`[Hk, stride, LANES]`: the sum of each query's weights, in `LANES` parts."""
+    """`[Hk, stride]`: the sum of each query's weights."""
 
     def __init__(out self, heads: HeadLayout, stride: Int, amx_floats: Int, query_floats: Int = 0):
         """Memory for `stride` queries of each KV head and `amx_floats` float32 numbers for `AmxBuffers`.
@@ -124,7 +124,7 @@ struct SegmentWorkspace(Movable, RunningStates):
         var weights = max(heads.kv_heads, SPAN_TILES) * stride * KV_TILE_TOKENS
         var rounded = align_up(stride * ROUNDED_FLOATS, LANES)
         self.memory = List[Float32](
-            length=queries * (packed + heads.padded_dim + LANES + 1) + weights + rounded + amx_floats + 16, fill=0
+            length=queries * (packed + heads.padded_dim + 2) + weights + rounded + amx_floats + 16, fill=0
         )
         var rows = (KV_TILE_TOKENS + EARLY_V_TOKENS) * max(heads.kv_heads, SPAN_TILES)
         self.offsets = List[Int](length=TILE_BUFFERS * 2 * (KV_TILE_TOKENS + OFFSET_WIDTH) + rows, fill=0)
@@ -133,22 +133,20 @@ struct SegmentWorkspace(Movable, RunningStates):
         self.q = align_to_line(untracked(self.memory.unsafe_ptr()))
         self.acc = self.q.unsafe_offset(queries * packed)
         self.weights = self.acc.unsafe_offset(queries * heads.padded_dim)
-        self.totals = self.weights.unsafe_offset(weights)
-        self.rounded = self.totals.unsafe_offset(queries * LANES)
+        self.rounded = self.weights.unsafe_offset(weights)
         self.amx_floats = self.rounded.unsafe_offset(rounded)
         self.greatest = self.amx_floats.unsafe_offset(amx_floats)
+        self.totals = self.greatest.unsafe_offset(queries)
 
     @always_inline
     def clear(mut self, query: Int):
         """Makes the state of one query of one KV head empty."""
         self.greatest[unsafe_offset=query] = MINUS_INFINITY
-        self.totals.unsafe_store(query * LANES, SIMD[DType.float32, LANES](0))
+        self.totals[unsafe_offset=query] = 0
 
     @always_inline
     def state(self, query: Int) -> AttentionState:
-        return AttentionState(
-            self.greatest[unsafe_offset=query], self.totals.unsafe_load[width=LANES](query * LANES).reduce_add()
-        )
+        return AttentionState(self.greatest[unsafe_offset=query], self.totals[unsafe_offset=query])
 
     def tile(self, index: Int) -> Pointer[KVTile, MutUntrackedOrigin]:
         return untracked(self.tiles.unsafe_ptr()).unsafe_offset(index)

@@ -120,15 +120,16 @@ def attend_prefill_amx[
     comptime if rotates:
         key_heads = rotation.heads_of[key_dtype](heads)
         rotation.place_keys[key_dtype](KV_TILE_TOKENS)
-    pack_queries_prefill[key_dtype, latent](rows, segment, key_heads, workspace)
+    if not segment.continues:
+        pack_queries_prefill[key_dtype, latent](rows, segment, key_heads, workspace)
     workspace.queries.clear(rows, segment, logits, heads)
-    var step = PrefillStep(k, v, request, segment.begin, segment.end, workspace.offset_buffer())
+    var step = PrefillStep(k, v, request, segment, segment.begin, workspace.offset_buffer(), interleaves=False)
     while step.count > 0:
         comptime if has_masks:
             var starts = IndexList[STEP_WORDS](step.tiles[0].first, step.tiles[1].first)
             var ends = IndexList[STEP_WORDS](starts[0] + step.tiles[0].count, starts[1] + step.tiles[1].count)
             if not workspace.queries.read_masks(rows, segment, logits, heads.group, starts, ends):
-                step = PrefillStep(k, v, request, step.end, segment.end, workspace.offset_buffer())
+                step = PrefillStep(k, v, request, segment, step.end, workspace.offset_buffer(), interleaves=False)
                 continue
         lay_out_step[latent, rotates](k, v, step, heads, segment.head, workspace, rotation)
         var products = PairProducts(step, key_heads, 0, NO_PAIR, 1, workspace)
@@ -143,7 +144,7 @@ def attend_prefill_amx[
             products.finish()
         products = PairProducts(step, key_heads, NO_PAIR, pairs - 1, 1, workspace)
         products.finish()
-        step = PrefillStep(k, v, request, step.end, segment.end, workspace.offset_buffer())
+        step = PrefillStep(k, v, request, segment, step.end, workspace.offset_buffer(), interleaves=False)
 
 
 def lay_out_step[

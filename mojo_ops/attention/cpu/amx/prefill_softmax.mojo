@@ -66,10 +66,10 @@ def scores_to_weights_prefill[
                 logits,
                 heads,
                 head,
-                tile.first,
+                tile,
+                i,
+                0,
                 KV_TILE_TOKENS,
-                tile.first + tile.count,
-                i * MASK_TOKENS,
                 scores.unsafe_offset(i * KV_TILE_TOKENS * QUERY_COLUMNS),
             )
         factor = 1

@@ -34,7 +34,7 @@ def attend_segment_amx[
     v: type_of(k),
     logits: Logits,
     heads: HeadLayout,
-    queue: SegmentQueue,
+    mut queue: SegmentQueue,
     mut workspace: SegmentWorkspace,
     mut rotation: KeyRotation,
 ) -> Segment:

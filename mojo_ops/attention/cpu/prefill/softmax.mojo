@@ -9,8 +9,10 @@ from std.utils.numerics import isfinite, nan
 from ....isa.convert import FloatVector, LANES
 from ....isa.memory import FloatPointer
 from ...logits import Logits, nan_where_infinite
-from ...row_masks import MASK_TOKENS
 from ...softmax import HAS_SCALEF, MINUS_INFINITY, exp2
+from ..kv_tile import KVTile
+from ..prefetch import KV_TILE_TOKENS
+from ..tile_weights import RESCALE_THRESHOLD
 from ..workspace import HeadLayout
 from .queries import PrefillQueries, QUERY_COLUMNS
 
@@ -66,10 +68,10 @@ def mask_scores[
     logits: Logits,
     heads: HeadLayout,
     head: Int,
-    first: Int,
-    count: Int,
+    tile: KVTile,
+    word: Int,
+    begin: Int,
     end: Int,
-    bit: Int,
     scores: FloatPointer,
 ):
     """Turns the dot products of 16 queries into base-2 scores, and into -inf where a query does not see the token.
@@ -83,24 +85,24 @@ def mask_scores[
         logits: The options of the call.
         heads: The head sizes.
         head: The KV head.
-        first: The token of the first dot products.
-        count: How many tokens follow each other in `scores`.
-        end: The token after the last one; dot products of `end` and later tokens are of no token.
-        bit: Where there are masks, the first token's bit in `seen`.
-        scores: `[count, 16]`, replaced.
+        tile: The KV tile.
+        word: Its number in the step; where there are masks, its word of `seen`.
+        begin: The first entry of the tile whose dot products are turned.
+        end: The entry after the last one.
+        scores: `[KV_TILE_TOKENS, 16]`, replaced from `begin` to `end`.
     """
     var slopes = FloatVector(0)
     if logits.has_alibi:
         for lane in range(QUERY_COLUMNS):
             slopes[lane] = logits.alibi_slopes[unsafe_offset=head * heads.group + (m + lane) % heads.group]
-    for t in range(count):
+    var tokens = tile.tokens()
+    for t in range(begin, end):
         var at = scores.unsafe_offset(t * QUERY_COLUMNS)
-        var token = SIMD[DType.int32, QUERY_COLUMNS](Int32(first + t))
+        var token = SIMD[DType.int32, QUERY_COLUMNS](tokens[t])
         var dots = nan_where_infinite(at.unsafe_load[width=QUERY_COLUMNS](0))
-        var seen = token.lt(Int32(end))
+        var seen = SIMD[DType.bool, QUERY_COLUMNS](fill=t < tile.count)
         comptime if has_masks:
-            var word, shift = divmod(bit + t, MASK_TOKENS)
-            seen &= (queries.seen_words(m, word) >> UInt32(shift) & 1).eq(1)
+            seen &= (queries.seen_words(m, word) >> UInt32(t) & 1).eq(1)
             token += Int32(queries.token_offset)
         else:
             seen &= token.lt(queries.last.unsafe_load[width=QUERY_COLUMNS](m))

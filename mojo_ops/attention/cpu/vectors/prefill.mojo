@@ -1,9 +1,12 @@
 """Prefill in vectors: many rows of one request, one KV head a segment.
 
+A row has the bits that it has in `segment.mojo`: products, weights and values are added in the same order.
+
 So many queries share K and V that the arithmetic takes the time, not the memory. K and V are widened once a step for
 all queries of a block, and every vector that is loaded serves many products.
 """
 
+from std.bit import log2_floor
 from std.math import ceildiv
 from std.sys import size_of
 from std.utils import IndexList
@@ -14,22 +17,16 @@ from ....isa.convert import FloatVector, LANES
 from ....isa.memory import FloatPointer
 from ...logits import Logits
 from ...params import AttentionRows
-from ...row_masks import MASK_TOKENS
-from ...softmax import LOG2E
+from ...row_masks import MASK_TOKENS, bits_between
+from ...softmax import MINUS_INFINITY, exp2
+from ..kv_tile import KVTile
 from ..plan import Segment
 from ..prefetch import KV_TILE_TOKENS, Prefetcher
 from ..prefill.queries import PrefillQueries, QUERY_COLUMNS, STEP_WORDS
-from ..prefill.softmax import (
-    exceeds_limit,
-    mask_scores,
-    nan_where_overflowed,
-    negated_maximum,
-    only_scaled,
-    raise_maxima,
-    weights_of,
-)
-from ..prefill.step import PrefillStep, STEP_TOKENS
+from ..prefill.softmax import mask_scores
+from ..prefill.step import PrefillStep
 from ..rotary_keys import KeyRotation
+from ..tile_weights import RESCALE_THRESHOLD, raise_maximum
 from ..workspace import HeadLayout
 from .prefill_packing import head_words, lay_out_step, pack_queries
 from .prefill_products import score_tiles, sum_query_tile
@@ -82,10 +79,13 @@ def attend_prefill_vectors[
     comptime if rotates:
         key_heads = rotation.heads_of[key_dtype](heads)
         rotation.place_keys[key_dtype](KV_TILE_TOKENS)
-    pack_queries[key_dtype, latent](rows, segment, key_heads, workspace)
+    if not segment.continues:
+        pack_queries[key_dtype, latent](rows, segment, key_heads, workspace)
     workspace.queries.clear(rows, segment, logits, heads)
     var buffer = 0
-    var step = PrefillStep(k, v, request, segment.begin, segment.end, workspace.offset_buffer(0))
+    var step = PrefillStep(
+        k, v, request, segment, segment.begin, workspace.offset_buffer(0), interleaves=not has_masks
+    )
     while step.count > 0:
         var is_seen = True
         comptime if has_masks:
@@ -95,7 +95,9 @@ def attend_prefill_vectors[
         if is_seen:
             lay_out_step[pairs, latent, rotates](k, v, step, heads, segment.head, workspace, rotation)
         buffer = 1 - buffer
-        var next = PrefillStep(k, v, request, step.end, segment.end, workspace.offset_buffer(buffer))
+        var next = PrefillStep(
+            k, v, request, segment, step.end, workspace.offset_buffer(buffer), interleaves=not has_masks
+        )
         var length = heads.units if is_codes(k.dtype) else prefetch_elements(heads)
         var prefetcher = Prefetcher[to_l1=False](workspace.offset_buffer(2), length * size_of[k.dtype]())
         for i in range(next.count):
@@ -109,7 +111,7 @@ def attend_prefill_vectors[
         var m = 0
         comptime for tiles in [TILES_AT_ONCE, 1]:
             while is_seen and m + (tiles - 1) * QUERY_COLUMNS < queries:
-                attend_tiles[pairs, tiles, has_masks, latent](
+                attend_tiles[pairs, is_codes(k.dtype) and not latent, tiles, has_masks, latent](
                     step, logits, heads, segment.head, m, rows.latent_scale, workspace, prefetcher
                 )
                 m += tiles * QUERY_COLUMNS
@@ -136,7 +138,7 @@ def num_score_blocks(queries: Int) -> Int:
 
 @no_inline
 def attend_tiles[
-    pairs: Bool, tiles: Int, has_masks: Bool, latent: Bool
+    pairs: Bool, codes: Bool, tiles: Int, has_masks: Bool, latent: Bool
 ](
     step: PrefillStep,
     logits: Logits,
@@ -150,13 +152,14 @@ def attend_tiles[
     """Adds one step to the states and weighted values of `tiles` query tiles, from query `m` on."""
     var queries = workspace.queries
     var first = step.first()
-    var begin: Int
-    var end: Int
+    var begin = 0
+    var end = step.count * KV_TILE_TOKENS
     comptime if has_masks:
         begin, end = queries.seen_range[tiles](m)
     else:
-        begin = max(queries.first_seen[tiles](m), first) - first
-        end = min(queries.end_seen[tiles](m), step.end) - first
+        if not step.tiles[0].interleaved:
+            begin = max(queries.first_seen[tiles](m), first) - first
+            end = min(queries.end_seen[tiles](m), step.end) - first
     if begin >= end:
         return
     var words = head_words[pairs](heads.padded_dim)
@@ -174,23 +177,50 @@ def attend_tiles[
     comptime for tile in range(tiles):
         var at = m + tile * QUERY_COLUMNS
         var scores = workspace.scores.unsafe_offset(tile * TILE_SCORES)
-        scores_to_weights[has_masks](queries, first, begin, end, logits, heads, head, at, scores, workspace.weights)
-        sum_query_tile(
-            workspace.values,
-            workspace.weights,
-            begin,
-            end,
-            heads.padded_value,
-            queries.acc.unsafe_offset(at * heads.padded_value),
-        )
+        var acc = queries.acc.unsafe_offset(at * heads.padded_value)
+        var summed = begin
+        for i in range(step.count):
+            var from_entry = max(begin - i * KV_TILE_TOKENS, 0)
+            var to_entry = min(end - i * KV_TILE_TOKENS, KV_TILE_TOKENS)
+            if from_entry >= to_entry:
+                continue
+            var of_tile = scores.unsafe_offset(i * KV_TILE_TOKENS * QUERY_COLUMNS)
+            comptime if codes:
+                scale_rows(workspace.key_scales, i * KV_TILE_TOKENS, from_entry, to_entry, of_tile)
+            var greatest, zeros = turn_scores[has_masks](
+                queries, step.tiles[i], i, from_entry, to_entry, logits, heads, head, at, of_tile
+            )
+            if not greatest.le(queries.greatest.unsafe_load[width=LANES](at) + RESCALE_THRESHOLD).reduce_and():
+                # The weights so far are relative to the maxima so far.
+                var entry = i * KV_TILE_TOKENS + from_entry
+                sum_query_tile(workspace.values, workspace.weights, summed, entry, heads.padded_value, acc)
+                summed = entry
+                raise_maxima(queries, at, heads.padded_value, greatest)
+            var weights = workspace.weights.unsafe_offset(i * KV_TILE_TOKENS * QUERY_COLUMNS)
+            exp2_weights(of_tile, from_entry, to_entry, queries.greatest.unsafe_load[width=LANES](at), weights)
+            var totals = queries.totals.unsafe_load[width=LANES](at)
+            queries.totals.unsafe_store(at, totals + (sum_of_entries(weights) + zeros))
+            comptime if codes:
+                scale_rows(workspace.value_scales, i * KV_TILE_TOKENS, from_entry, to_entry, weights)
+        sum_query_tile(workspace.values, workspace.weights, summed, end, heads.padded_value, acc)
 
 
 @always_inline
-def scores_to_weights[
+def scale_rows(scales: FloatPointer, first: Int, begin: Int, end: Int, numbers: FloatPointer):
+    """Multiplies rows `[begin, end)` of `[KV_TILE_TOKENS, 16]` by the scales of their tokens, from `scales[first]` on.
+    """
+    for t in range(begin, end):
+        var row = numbers.unsafe_load[width=LANES](t * LANES)
+        numbers.unsafe_store(t * LANES, row * scales[unsafe_offset=first + t])
+
+
+@always_inline
+def turn_scores[
     has_masks: Bool
 ](
     queries: PrefillQueries,
-    first: Int,
+    tile: KVTile,
+    word: Int,
     begin: Int,
     end: Int,
     logits: Logits,
@@ -198,44 +228,71 @@ def scores_to_weights[
     head: Int,
     m: Int,
     scores: FloatPointer,
-    weights: FloatPointer,
-):
-    """Computes the weights of query tile `m` for tokens `[begin, end)` of the step whose first token is `first`."""
-    var count = end - begin
-    var source = scores.unsafe_offset(begin * QUERY_COLUMNS)
-    var target = weights.unsafe_offset(begin * QUERY_COLUMNS)
-    var factor = logits.scale * LOG2E
+) -> Tuple[FloatVector, FloatVector]:
+    """Turns the dot products of query tile `m` with entries `[begin, end)` of a KV tile into base-2 scores.
+
+    Returns:
+        The greatest of each query, and zeros that are NaN where a dot product is not finite.
+    """
     var all_see: Bool
     comptime if has_masks:
-        all_see = queries.all_see_step(m, begin, end)
+        all_see = queries.all_see_word(m, word, bits_between(0, begin, end))
     else:
-        all_see = queries.all_see(m, first + begin, first + end)
-    var are_dots = only_scaled(logits, factor) and all_see
-    if not are_dots:
-        mask_scores[has_masks](queries, m, logits, heads, head, first + begin, count, first + end, begin, source)
-        factor = 1
-    var sums = exp2_weights(count, source, are_dots, factor, queries.greatest.unsafe_load[width=LANES](m), target)
-    if exceeds_limit(sums, queries.greatest.unsafe_load[width=LANES](m)):
-        raise_maxima(queries, m, heads.padded_value, count, source, factor, sums)
-        sums = exp2_weights(count, source, are_dots, factor, queries.greatest.unsafe_load[width=LANES](m), target)
-    queries.totals.unsafe_store(m, queries.totals.unsafe_load[width=LANES](m) + sums)
+        all_see = tile.interleaved or queries.all_see(m, tile.first + begin, tile.first + end)
+    var factor = logits.factor()
+    var greatest = FloatVector(MINUS_INFINITY)
+    var zeros = FloatVector(0)
+    if factor == 0 or not all_see:
+        mask_scores[has_masks](queries, m, logits, heads, head, tile, word, begin, end, scores)
+        for t in range(begin, end):
+            greatest = max(greatest, scores.unsafe_load[width=LANES](t * LANES))
+        return greatest, zeros
+    for t in range(begin, end):
+        var dots = scores.unsafe_load[width=LANES](t * LANES)
+        var score = dots * factor
+        greatest = max(greatest, score)
+        # A dot product that overflowed did so perhaps in a partial sum of the other sign.
+        zeros = dots.fma(FloatVector(0), zeros)
+        scores.unsafe_store(t * LANES, score)
+    return greatest, zeros
+
+
+@no_inline
+def raise_maxima(queries: PrefillQueries, m: Int, padded_value: Int, scores: FloatVector):
+    """Raises the lagging maxima of query tile `m` that these scores exceed by too much, as decode does."""
+    for lane in range(QUERY_COLUMNS):
+        if not scores[lane] <= queries.greatest[unsafe_offset=m + lane] + RESCALE_THRESHOLD:
+            raise_maximum(
+                scores[lane],
+                queries.greatest.unsafe_offset(m + lane),
+                queries.totals.unsafe_offset(m + lane),
+                queries.acc.unsafe_offset((m + lane) * padded_value),
+                padded_value,
+            )
 
 
 @always_inline
-def exp2_weights(
-    count: Int, scores: FloatPointer, are_dots: Bool, factor: Float32, greatest: FloatVector, weights: FloatPointer
-) -> FloatVector:
-    """Computes the weights of 16 queries for `count` tokens; returns their sums.
+def exp2_weights(scores: FloatPointer, begin: Int, end: Int, greatest: FloatVector, weights: FloatPointer):
+    """Computes the weights `[KV_TILE_TOKENS, 16]` of base-2 scores; those of entries outside `[begin, end)` are 0."""
+    # A query that has seen no token has no greatest score to subtract yet.
+    var least = greatest.eq(MINUS_INFINITY).select(FloatVector(0), greatest)
+    for t in range(begin):
+        weights.unsafe_store(t * LANES, FloatVector(0))
+    for t in range(begin, end):
+        weights.unsafe_store(t * LANES, exp2(scores.unsafe_load[width=LANES](t * LANES) - least))
+    for t in range(end, KV_TILE_TOKENS):
+        weights.unsafe_store(t * LANES, FloatVector(0))
 
-    The scores are dot products, or else may be -inf where a query does not see the token.
-    """
-    var negated = negated_maximum(greatest)
-    var sums = FloatVector(0)
-    var lowest = FloatVector(0)
-    for t in range(count):
-        var score = scores.unsafe_load[width=LANES](t * LANES)
-        lowest = score.lt(lowest).select(score, lowest)
-        var w = weights_of(score.fma(FloatVector(factor), negated))
-        sums += w
-        weights.unsafe_store(t * LANES, w)
-    return nan_where_overflowed(sums, lowest) if are_dots else sums
+
+@always_inline
+def sum_of_entries(weights: FloatPointer) -> FloatVector:
+    """The sums of the weights `[KV_TILE_TOKENS, 16]` of each query, added as `sum_of_halves` does."""
+    comptime half = KV_TILE_TOKENS // 2
+    var sums = Array[FloatVector, half](fill=0)
+    comptime for t in range(half):
+        sums[t] = weights.unsafe_load[width=LANES](t * LANES) + weights.unsafe_load[width=LANES]((t + half) * LANES)
+    comptime for step in range(log2_floor(half)):
+        comptime width = half >> (step + 1)
+        comptime for t in range(width):
+            sums[t] += sums[t + width]
+    return sums[0]

@@ -14,6 +14,7 @@ from ....isa.memory import FloatPointer
 from ....isa.transpose import transpose_16x16
 from ...params import AttentionRows
 from ..plan import Segment
+from ..prefetch import KV_TILE_TOKENS
 from ..prefill.queries import QUERY_COLUMNS
 from ..prefill.step import PrefillStep, STEP_TOKENS
 from ..rotary_keys import KeyRotation
@@ -122,9 +123,11 @@ def lay_out_step[
     var key = k.blocks.ptr.unsafe_offset(head * heads.k_stride)
     var value = v.blocks.ptr.unsafe_offset(head * heads.v_stride)
     var constants = ChunkConstants[k.dtype]()
+    # A latent key has the codes of two heads, each with a scale: there they are multiplied as they are copied.
+    comptime codes = is_codes(k.dtype) and not latent
     for i in range(step.count):
         var tile = step.tiles[i]
-        var first = tile.first - step.first()
+        var first = i * KV_TILE_TOKENS
         comptime if rotates:
             rotation.select_tile(0, tile)
             for t in range(tile.count):
@@ -133,22 +136,27 @@ def lay_out_step[
             var keys = workspace.keys.unsafe_offset((first + t) * LINE_WORDS)
             var values = workspace.values.unsafe_offset((first + t) * VALUE_COLUMNS)
             var token = value.unsafe_offset(tile.v[unsafe_offset=t])
-            lay_out_head[pairs, latent, True](token, constants, heads.value_dim, keys, values)
+            lay_out_head[pairs, latent, True, latent](token, constants, heads.value_dim, keys, values)
+            comptime if codes:
+                workspace.value_scales[unsafe_offset=first + t] = scale_of(token, heads.value_dim)
+                workspace.key_scales[unsafe_offset=first + t] = 1
             comptime if latent:
                 keys = keys.unsafe_offset(head_words[pairs](heads.padded_value) * KEY_TOKENS)
             comptime if rotates:
                 var rotated = rotation.key[DType.float32](t)
-                lay_out_head[pairs, True, False](
+                lay_out_head[pairs, True, False, False](
                     rotated, ChunkConstants[DType.float32](), heads.padded_dim, keys, values
                 )
             else:
                 token = key.unsafe_offset(tile.k[unsafe_offset=t])
-                lay_out_head[pairs, True, False](token, constants, heads.head_dim, keys, values)
+                lay_out_head[pairs, True, False, latent](token, constants, heads.head_dim, keys, values)
+                comptime if codes:
+                    workspace.key_scales[unsafe_offset=first + t] = scale_of(token, heads.head_dim)
 
 
 @always_inline
 def lay_out_head[
-    dtype: DType, //, pairs: Bool, to_keys: Bool, to_values: Bool
+    dtype: DType, //, pairs: Bool, to_keys: Bool, to_values: Bool, scaled: Bool
 ](
     source: Pointer[Scalar[dtype], _],
     constants: ChunkConstants[dtype],
@@ -156,11 +164,26 @@ def lay_out_head[
     keys: WordPointer,
     values: FloatPointer,
 ):
-    """Copies one head of one token, or a part of it, to where keys lie, to where values lie, or to both."""
+    """Copies one head of one token, or a part of it, to where keys lie, to where values lie, or to both.
+
+    Parameters:
+        dtype: The stored dtype.
+        pairs: Whether a word is a pair of bfloat16, else a float32.
+        to_keys: Whether it is a key.
+        to_values: Whether it is a value.
+        scaled: Whether codes are multiplied by their scale.
+
+    Args:
+        source: The head.
+        constants: Those of `load_chunk`.
+        dim: Its elements.
+        keys: The token's place in the first line of keys.
+        values: Its place in the first columns of values.
+    """
     comptime chunk = chunk_of(dtype)
     comptime lines = chunk_lines[pairs](dtype)
     var scale = Float32(1)
-    comptime if is_codes(dtype):
+    comptime if is_codes(dtype) and scaled:
         scale = scale_of(source, dim)
     for c in range(ceildiv(dim, chunk)):
         var x: SIMD[DType.float32, chunk]
@@ -169,7 +192,7 @@ def lay_out_head[
             x = load_chunk[True](source.unsafe_offset(units_of(dtype, d)), chunk, constants)
         else:
             x = load_chunk[False](source.unsafe_offset(units_of(dtype, d)), dim - d, constants)
-        comptime if is_codes(dtype):
+        comptime if is_codes(dtype) and scaled:
             x *= scale
         comptime if to_keys:
             comptime for line in range(lines):

@@ -3,12 +3,14 @@
 One operand of every product is broadcast from memory, so nothing is transposed.
 """
 
+from std.bit import log2_floor
 from std.math import align_down
 from std.memory import bitcast
 
 from ....isa.bf16_dot import bf16_dot
 from ....isa.convert import FloatVector, LANES
 from ....isa.memory import FloatPointer
+from ....isa.registers import REGISTER_LANES
 from ..prefetch import Prefetcher
 from ..prefill.queries import QUERY_COLUMNS
 from ..prefill.step import STEP_TOKENS
@@ -42,6 +44,9 @@ def score_tiles[
 ):
     """Computes the dot products of `tiles` query tiles with tokens `[begin, end)` of the step.
 
+    They are sums of as many partial sums as a register has lanes, the products of every so many-th word, which are
+    added in pairs: as `score_block` of `products.mojo` computes them, so that prefill has the bits of decode.
+
     Parameters:
         pairs: Whether a word is a pair of bfloat16, else a float32.
         tiles: Query tiles.
@@ -59,28 +64,56 @@ def score_tiles[
         prefetcher: Runs once for every `score_tokens` tokens.
     """
     comptime tokens = score_tokens(tiles)
+    comptime levels = log2_floor(REGISTER_LANES)
     for token in range(align_down(begin, tokens), end, tokens):
         prefetcher.run()
-        var sums = Array[FloatVector, tokens * tiles](fill=0)
-        for line in range(words // LINE_WORDS):
-            comptime if latent:
-                if line == latent_words // LINE_WORDS and latent_scale != 1:
-                    comptime for i in range(tokens * tiles):
-                        sums[i] *= latent_scale
-            var k = keys.unsafe_offset((line * KEY_TOKENS + token) * LINE_WORDS)
-            var at = q.unsafe_offset(line * LINE_WORDS * LANES)
-            for word in range(LINE_WORDS):
+        # `pairs_of[level]` waits for the other half of 2^(level + 1) partial sums.
+        var pairs_of = Array[Array[FloatVector, tokens * tiles], levels](fill=Array[FloatVector, tokens * tiles](fill=0))
+        comptime for i in range(REGISTER_LANES):
+            comptime lane = reversed_bits(i, levels)
+            var sums = Array[FloatVector, tokens * tiles](fill=0)
+            for line in range(words // LINE_WORDS):
+                comptime if latent:
+                    if line == latent_words // LINE_WORDS and latent_scale != 1:
+                        comptime for sum in range(tokens * tiles):
+                            sums[sum] *= latent_scale
+                var k = keys.unsafe_offset((line * KEY_TOKENS + token) * LINE_WORDS)
+                var at = q.unsafe_offset(line * LINE_WORDS * LANES)
+                comptime for word in range(lane, LINE_WORDS, REGISTER_LANES):
+                    comptime for t in range(tokens):
+                        var x = WordVector(k[unsafe_offset=t * LINE_WORDS + word])
+                        comptime for tile in range(tiles):
+                            sums[t * tiles + tile] = add_product[pairs](
+                                sums[t * tiles + tile],
+                                at.unsafe_offset(tile * words * LANES).unsafe_load[width=LANES](word * LANES),
+                                x,
+                            )
+            comptime full = count_trailing_ones(i)
+            comptime for level in range(full):
+                comptime for sum in range(tokens * tiles):
+                    sums[sum] += pairs_of[level][sum]
+            comptime if full < levels:
+                comptime for sum in range(tokens * tiles):
+                    pairs_of[full][sum] = sums[sum]
+            else:
                 comptime for t in range(tokens):
-                    var x = WordVector(k[unsafe_offset=t * LINE_WORDS + word])
                     comptime for tile in range(tiles):
-                        sums[t * tiles + tile] = add_product[pairs](
-                            sums[t * tiles + tile],
-                            at.unsafe_offset(tile * words * LANES).unsafe_load[width=LANES](word * LANES),
-                            x,
-                        )
-        comptime for t in range(tokens):
-            comptime for tile in range(tiles):
-                scores.unsafe_store(tile * TILE_SCORES + (token + t) * QUERY_COLUMNS, sums[t * tiles + tile])
+                        scores.unsafe_store(tile * TILE_SCORES + (token + t) * QUERY_COLUMNS, sums[t * tiles + tile])
+
+
+def reversed_bits(i: Int, count: Int) -> Int:
+    """Return the lowest `count` bits of `i`, the last one first."""
+    var reversed = 0
+    for bit in range(count):
+        reversed |= (i >> bit & 1) << (count - 1 - bit)
+    return reversed
+
+
+def count_trailing_ones(i: Int) -> Int:
+    var count = 0
+    while i >> count & 1:
+        count += 1
+    return count
 
 
 @always_inline

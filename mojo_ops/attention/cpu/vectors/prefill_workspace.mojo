@@ -67,6 +67,10 @@ struct VectorPrefillWorkspace(Movable):
     """`[TILES_AT_ONCE, KEY_TOKENS, 16]`."""
     var weights: FloatPointer
     """`[STEP_TOKENS, 16]`."""
+    var key_scales: FloatPointer
+    """`[STEP_TOKENS]`: what each token's codes of K are multiplied by."""
+    var value_scales: FloatPointer
+    """`[STEP_TOKENS]`: the same of V."""
 
     def __init__(out self, queries: Int, heads: HeadLayout, ranges: Int):
         """For up to `queries` queries; without any, no memory but a few numbers.
@@ -85,6 +89,7 @@ struct VectorPrefillWorkspace(Movable):
             + keys
             + values
             + (TILES_AT_ONCE * KEY_TOKENS + STEP_TOKENS) * QUERY_COLUMNS
+            + 2 * STEP_TOKENS
             + PrefillQueries.num_floats(queries, heads.padded_value)
             + 16
         )
@@ -96,9 +101,9 @@ struct VectorPrefillWorkspace(Movable):
         self.values = at.unsafe_offset(keys)
         self.scores = self.values.unsafe_offset(values)
         self.weights = self.scores.unsafe_offset(TILES_AT_ONCE * TILE_SCORES)
-        self.queries = PrefillQueries(
-            queries, heads.padded_value, self.weights.unsafe_offset(STEP_TOKENS * QUERY_COLUMNS)
-        )
+        self.key_scales = self.weights.unsafe_offset(STEP_TOKENS * QUERY_COLUMNS)
+        self.value_scales = self.key_scales.unsafe_offset(STEP_TOKENS)
+        self.queries = PrefillQueries(queries, heads.padded_value, self.value_scales.unsafe_offset(STEP_TOKENS))
 
     def offset_buffer(self, index: Int) -> IntPointer:
         """The offsets of step buffer `index`, 0 or 1; at 2 the memory for a `Prefetcher`'s row addresses."""

@@ -101,7 +101,7 @@ def attend_segment_vectors[
     v: type_of(k),
     logits: Logits,
     heads: HeadLayout,
-    queue: SegmentQueue,
+    mut queue: SegmentQueue,
     mut workspace: SegmentWorkspace,
     mut rotation: KeyRotation,
 ) -> Segment:
@@ -118,7 +118,8 @@ def attend_segment_vectors[
     if segment.begin >= segment.end:
         return queue.take()
     var queries = segment.num_rows * heads.group
-    var order = TileOrder(heads, queries, size_of[k.dtype]())
+    # Weights over codes are rounded a unit at a time, so a unit does not depend on the rows of the block.
+    var order = TileOrder(heads, heads.group if integers else queries, size_of[k.dtype]())
     var tiles = order.step_tiles(heads)
     var score_runs = order.heads * score_prefetch_calls[key_dtype](key_heads, queries)
     comptime if rotates:
