@@ -132,7 +132,7 @@ def test_threads_change_no_bit() raises:
 def check_rows[dtype: DType, kv_dtype: DType](window_left: Int = -1) raises:
     """The rows of a prompt of 1,400 tokens, alone, in parts of it, and beside other requests."""
     comptime tokens = 1400
-    comptime sm_scale: Float32 = 2  # scores of up to some hundred: maxima are raised now and then
+    comptime sm_scale: Float32 = 1.9  # scores of up to some hundred: maxima are raised now and then
     var prompt = attend[dtype, kv_dtype]([tokens], [tokens], 2, sm_scale, window_left)
     for length, new_tokens in [
         (1, 1),

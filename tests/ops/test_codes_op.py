@@ -10,7 +10,7 @@ from paged_kv import reference
 from paged_kv.kv_formats import CODE_DTYPES, TABLE
 from paged_kv.runtime.variants import Variant
 from support import harness
-from support.attending import LSE_TOL, REL, assert_rows_are_alone, options_of, rows_of
+from support.attending import LSE_TOL, REL, assert_blocks_change_no_bit, assert_rows_are_alone, options_of, rows_of
 from support.cases import STORAGES, CacheCase, emptied
 from support.codes import quantised_cache, widened_pages
 from support.compare import assert_bits_equal, assert_close, assert_lse_close
@@ -74,6 +74,7 @@ def attention_like_oracle(cache, rows, **options):
     expected = reference.attention(q, *pages, row_batch, row_lengths, **cache.storage, **options)
     assert_close(o, expected[0], rel=REL[q.dtype.name], what=f"o of {cache.case} {options}")
     assert_lse_close(lse, expected[1], tol=LSE_TOL, what=f"lse of {cache.case} {options}")
+    assert_blocks_change_no_bit(harness.attention, cache, rows, (o, lse), sizes=(1, 20), **options)
     return o, lse
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from support import harness
-from support.attending import REL, compare_with_oracle, options_of
+from support.attending import REL, assert_blocks_change_no_bit, compare_with_oracle, options_of
 from support.cases import STORAGES, CacheCase, build, causal_rows, permuted
 from support.compare import assert_bits_equal
 from support.grids import all_pairs, case_of, setting_id
@@ -38,7 +38,7 @@ def options_among(setting, case):
 
 @pytest.mark.parametrize("setting", PREFILLS, ids=setting_id)
 def test_many_new_tokens_of_a_request(setting):
-    """Long requests are cut as well. Repetition and another order of pages change no bit."""
+    """Long requests are cut as well. No bit changes with repetition, another order of pages, or the rows of a block."""
     q_dtype, kv_dtype = setting["pair"]
     cache = build(replace(case_of(setting | {"dtype": kv_dtype, "lengths": "edges"}), lengths=setting["lengths"]))
     rows = rows_in(cache, [min(length, setting["new_tokens"]) for length in cache.case.lengths], q_dtype)
@@ -49,6 +49,7 @@ def test_many_new_tokens_of_a_request(setting):
         results = harness.attention(q, *again.pages, *others, **cache.storage, **options)
         for name, result, expected in zip(NAMES, results, once, strict=True):
             assert_bits_equal(result, expected, what=name)
+    assert_blocks_change_no_bit(harness.attention, cache, rows, once, sizes=(7,), **options)
 
 
 @pytest.mark.parametrize("group", [1, 4])

@@ -9,6 +9,7 @@ from .amx.prefill_workspace import PREFILL_MIN_QUERIES
 from .bf16_chunk import Bf16Chunk
 from .plan import BlockSizes, MAX_BLOCK_ROWS
 from .prefill.queries import LATENT_MAX_QUERIES, PREFILL_MAX_QUERIES
+from .vectors.code_sums import rounds_weights
 from .vectors.prefill_workspace import VECTOR_PREFILL_MIN_QUERIES
 from .workspace import HeadLayout
 
@@ -55,6 +56,10 @@ struct CpuKernelChoice[dtype: DType, kv_dtype: DType](ImplicitlyCopyable):
 
     def sizes[*, latent: Bool = False](self, heads: HeadLayout, *, prefill_only: Bool) -> BlockSizes:
         """The rows of a block, and those of a prefill block (`amx/prefill.mojo`, `vectors/prefill.mojo`)."""
+        comptime if rounds_weights(Self.dtype, Self.kv_dtype):
+            # Prefill multiplies float32 weights: its rows would not have the bits of decode.
+            if not prefill_only:
+                return BlockSizes(MAX_BLOCK_ROWS, Int.MAX, heads.kv_heads)
         var least = PREFILL_MIN_QUERIES if self.permitted else VECTOR_PREFILL_MIN_QUERIES
         return BlockSizes(
             max(1, LATENT_MAX_QUERIES // heads.group) if latent else max(

@@ -96,6 +96,7 @@ def mask_scores[
         for lane in range(QUERY_COLUMNS):
             slopes[lane] = logits.alibi_slopes[unsafe_offset=head * heads.group + (m + lane) % heads.group]
     var tokens = tile.tokens()
+    var factor = logits.factor()
     for t in range(begin, end):
         var at = scores.unsafe_offset(t * QUERY_COLUMNS)
         var token = SIMD[DType.int32, QUERY_COLUMNS](tokens[t])
@@ -107,7 +108,7 @@ def mask_scores[
         else:
             seen &= token.lt(queries.last.unsafe_load[width=QUERY_COLUMNS](m))
             seen &= token.ge(queries.first.unsafe_load[width=QUERY_COLUMNS](m))
-        var score = logits.score_each(dots, slopes, token.cast[DType.float32]())
+        var score = dots * factor if factor != 0 else logits.score_each(dots, slopes, token.cast[DType.float32]())
         at.unsafe_store(0, seen.select(score, MINUS_INFINITY))
 
 
