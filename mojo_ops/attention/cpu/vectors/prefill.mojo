@@ -193,8 +193,9 @@ def attend_tiles[
             if not greatest.le(queries.greatest.unsafe_load[width=LANES](at) + RESCALE_THRESHOLD).reduce_and():
                 # The weights so far are relative to the maxima so far.
                 var entry = i * KV_TILE_TOKENS + from_entry
-                sum_query_tile(workspace.values, workspace.weights, summed, entry, heads.padded_value, acc)
-                summed = entry
+                if summed < entry:
+                    sum_query_tile(workspace.values, workspace.weights, summed, entry, heads.padded_value, acc)
+                    summed = entry
                 raise_maxima(queries, at, heads.padded_value, greatest)
             var weights = workspace.weights.unsafe_offset(i * KV_TILE_TOKENS * QUERY_COLUMNS)
             exp2_weights(of_tile, from_entry, to_entry, queries.greatest.unsafe_load[width=LANES](at), weights)

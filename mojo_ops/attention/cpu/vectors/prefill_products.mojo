@@ -16,6 +16,7 @@ from ..prefill.queries import QUERY_COLUMNS
 from ..prefill.step import STEP_TOKENS
 from .prefill_workspace import (
     KEY_TOKENS,
+    LANES_AT_ONCE,
     LINE_WORDS,
     MAX_SUMS,
     SUM_VECTORS,
@@ -64,37 +65,44 @@ def score_tiles[
         prefetcher: Runs once for every `score_tokens` tokens.
     """
     comptime tokens = score_tokens(tiles)
-    comptime levels = log2_floor(REGISTER_LANES)
+    comptime count = tokens * tiles
+    comptime levels = log2_floor(REGISTER_LANES // LANES_AT_ONCE)
     for token in range(align_down(begin, tokens), end, tokens):
         prefetcher.run()
-        # `pairs_of[level]` waits for the other half of 2^(level + 1) partial sums.
-        var pairs_of = Array[Array[FloatVector, tokens * tiles], levels](fill=Array[FloatVector, tokens * tiles](fill=0))
-        comptime for i in range(REGISTER_LANES):
-            comptime lane = reversed_bits(i, levels)
-            var sums = Array[FloatVector, tokens * tiles](fill=0)
+        # `waiting[level]` is half of a sum of `LANES_AT_ONCE << (level + 1)` partial sums.
+        var waiting = Array[Array[FloatVector, count], levels](fill=Array[FloatVector, count](fill=0))
+        comptime for group in range(REGISTER_LANES // LANES_AT_ONCE):
+            var sums = Array[FloatVector, LANES_AT_ONCE * count](fill=0)
             for line in range(words // LINE_WORDS):
                 comptime if latent:
                     if line == latent_words // LINE_WORDS and latent_scale != 1:
-                        comptime for sum in range(tokens * tiles):
-                            sums[sum] *= latent_scale
+                        comptime for i in range(LANES_AT_ONCE * count):
+                            sums[i] *= latent_scale
                 var k = keys.unsafe_offset((line * KEY_TOKENS + token) * LINE_WORDS)
                 var at = q.unsafe_offset(line * LINE_WORDS * LANES)
-                comptime for word in range(lane, LINE_WORDS, REGISTER_LANES):
-                    comptime for t in range(tokens):
-                        var x = WordVector(k[unsafe_offset=t * LINE_WORDS + word])
-                        comptime for tile in range(tiles):
-                            sums[t * tiles + tile] = add_product[pairs](
-                                sums[t * tiles + tile],
-                                at.unsafe_offset(tile * words * LANES).unsafe_load[width=LANES](word * LANES),
-                                x,
-                            )
-            comptime full = count_trailing_ones(i)
+                comptime for i in range(LANES_AT_ONCE):
+                    comptime lane = reversed_bits(group * LANES_AT_ONCE + i, log2_floor(REGISTER_LANES))
+                    comptime for word in range(lane, LINE_WORDS, REGISTER_LANES):
+                        comptime for t in range(tokens):
+                            var x = WordVector(k[unsafe_offset=t * LINE_WORDS + word])
+                            comptime for tile in range(tiles):
+                                comptime sum = i * count + t * tiles + tile
+                                sums[sum] = add_product[pairs](
+                                    sums[sum],
+                                    at.unsafe_offset(tile * words * LANES).unsafe_load[width=LANES](word * LANES),
+                                    x,
+                                )
+            comptime for level in range(log2_floor(LANES_AT_ONCE)):
+                comptime for i in range(0, LANES_AT_ONCE, 2 << level):
+                    comptime for sum in range(count):
+                        sums[i * count + sum] += sums[(i + (1 << level)) * count + sum]
+            comptime full = count_trailing_ones(group)
             comptime for level in range(full):
-                comptime for sum in range(tokens * tiles):
-                    sums[sum] += pairs_of[level][sum]
+                comptime for sum in range(count):
+                    sums[sum] += waiting[level][sum]
             comptime if full < levels:
-                comptime for sum in range(tokens * tiles):
-                    pairs_of[full][sum] = sums[sum]
+                comptime for sum in range(count):
+                    waiting[full][sum] = sums[sum]
             else:
                 comptime for t in range(tokens):
                     comptime for tile in range(tiles):

@@ -27,13 +27,15 @@ comptime MAX_SUMS = (24 if HAS_32_REGISTERS else 12) // REGISTERS_EACH
 """Vectors of sums that stay in registers."""
 comptime TILES_AT_ONCE = 2 if REGISTERS_EACH == 1 else 1
 """Query tiles whose dot products are computed together."""
+comptime LANES_AT_ONCE = 4 if REGISTERS_EACH == 1 else 2
+"""Partial sums of a dot product that are computed together."""
 comptime SUM_VECTORS = 4 if REGISTERS_EACH == 1 else 1
 """Vectors of head_dim whose weighted sums are computed together."""
 
 
 def score_tokens(tiles: Int) -> Int:
     """Tokens whose dot products with `tiles` query tiles are computed together."""
-    return 16 // tiles if REGISTERS_EACH == 1 else MAX_SUMS // tiles
+    return (16 if REGISTERS_EACH == 1 else MAX_SUMS) // (tiles * LANES_AT_ONCE)
 
 
 comptime KEY_TOKENS = max(align_up(STEP_TOKENS, score_tokens(1)), align_up(STEP_TOKENS, score_tokens(TILES_AT_ONCE)))
