@@ -2,8 +2,8 @@
 
 The arguments are calls:
 
-    attention/REQUESTS/ROWS/KV_HEADS/THREADS: a line a segment, `call tokens rows heads block split num_splits`. REQUESTS
-        are `count:tokens:new_tokens,...`; ROWS are those of a prefill block.
+    attention/REQUESTS/ROWS/KV_HEADS/THREADS: a line a segment, `call tokens rows heads block split splits num_splits`.
+        REQUESTS are `count:tokens:new_tokens,...`; ROWS are those of a prefill block.
     linear/N/WORKERS: a line a section of rows of w, `call rows`.
     append/ROWS/KV_HEADS/HEAD_DIM: a line a task, `call rows`, of bfloat16 K and V.
 """
@@ -41,7 +41,7 @@ def attention(call: Int, requests: String, rows: Int, kv_heads: Int, threads: In
     plan.cut_heads(kv_heads, threads)
     for s in plan.segments:
         var block = s.split_result - s.split if s.split_result >= 0 else -1
-        print(call, s.end - s.begin, s.num_rows, s.heads_of(kv_heads), block, s.split, s.num_splits)
+        print(call, s.end - s.begin, s.num_rows, s.heads_of(kv_heads), block, s.split, s.splits(), s.num_splits)
 
 
 def print_tasks(call: Int, total: Int, size: Int):

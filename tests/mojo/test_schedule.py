@@ -124,10 +124,10 @@ def test_every_token_is_in_the_plan(case):
 
 
 def test_the_clock_sees_what_is_uneven():
-    whole = [Segment(1000, 1, 8, -1, 0, 1)] * 3
+    whole = [Segment(1000, 1, 8, -1, 0, 1, 1)] * 3
     assert run_plan(whole, 2, 8).idle_share == pytest.approx(1 / 4)
     assert run_plan(whole, 3, 8).idle_share == pytest.approx(0)
     assert run_tasks([1, 1, 2], 2).end == 3
-    halves = [Segment(1000, 1, 8, 0, split, 2) for split in range(2)]
+    halves = [Segment(1000, 1, 8, 0, split, 1, 2) for split in range(2)]
     assert run_plan(halves, 2, 8).end > 1000  # the merge is counted once, at the end
     assert run_plan(halves, 2, 8).busy == pytest.approx(run_plan(halves, 1, 8).end)

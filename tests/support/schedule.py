@@ -27,7 +27,10 @@ class Segment:
     block: int
     """The first split result of its block; -1 where it is not split."""
     split: int
+    """The number of its first split in the block."""
+    splits: int
     num_splits: int
+    """Splits of the block."""
 
     def work(self, kv_heads: int) -> float:
         """The time to compute it, without merges, of a call of `kv_heads` KV heads."""
@@ -75,16 +78,18 @@ def run_plan(segments: Sequence[Segment], threads: int, kv_heads: int) -> Schedu
 
 
 def merges_now(segment: Segment, finished: dict[tuple[int, int], int]) -> int:
-    """Return how many merges the thread does that finishes this split: as `SplitResults.merge_finished`."""
-    merges, split, width = 0, segment.split, 1
-    while width < segment.num_splits:
-        left = split // (2 * width) * (2 * width)
-        if left + width < segment.num_splits:
-            finished[segment.block, left + width] += 1
-            if finished[segment.block, left + width] == 1:
-                return merges
-            merges += 1
-        split, width = left, 2 * width
+    """Return how many merges the thread does that finishes these splits: as `SplitResults.merge_finished`."""
+    merges = 0
+    for first in range(segment.split, segment.split + segment.splits):
+        split, width = first, 1
+        while width < segment.num_splits:
+            left = split // (2 * width) * (2 * width)
+            if left + width < segment.num_splits:
+                finished[segment.block, left + width] += 1
+                if finished[segment.block, left + width] == 1:
+                    break
+                merges += 1
+            split, width = left, 2 * width
     return merges
 
 

@@ -112,6 +112,10 @@ def raise_maximum(score: Float32, greatest: FloatPointer, total: FloatPointer, a
         acc: `[padded_dim]`: its weighted values.
         padded_dim: P.
     """
+    if greatest[] == MINUS_INFINITY:
+        # Nothing was added yet.
+        greatest[] = score
+        return
     var state = AttentionState(greatest[], total[])
     var factor = state.raise_to(score)
     greatest[] = state.greatest
