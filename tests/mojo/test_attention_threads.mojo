@@ -111,7 +111,7 @@ def test_a_part_of_the_heads_has_the_units_of_all() raises:
 
 
 def test_heads_are_cut_for_many_threads() raises:
-    """Until the longest segment is no more than the mean of a thread, and no part is smaller than a head."""
+    """Until the longest segment is no more than half of the mean of a thread, and no part is smaller than a head."""
     var row_batch: List[Int32] = [0, 1]
     var row_lengths: List[Int32] = [16384, 16384]
     var none = List[Float32]()
@@ -122,7 +122,7 @@ def test_heads_are_cut_for_many_threads() raises:
     )
     alone.cut_heads(8, 64)
     assert_equal(len(alone.segments), 1)
-    for threads, heads in [(1, 8), (64, 8), (96, 4), (200, 2), (400, 1), (4000, 1)]:
+    for threads, heads in [(1, 8), (32, 8), (48, 4), (100, 2), (200, 1), (2000, 1)]:
         var plan = plan_segments(
             untracked(row_batch), untracked(row_lengths), 2, NoMasks(), logits, BlockSizes(MAX_BLOCK_ROWS, Int.MAX, 8)
         )

@@ -8,11 +8,10 @@ from mojo_ops.attention.cpu.plan import (
     MAX_BLOCK_ROWS,
     LENGTHS,
     LONG_SEGMENTS_PER_CALL,
-    MAX_WHOLE_TOKENS,
     MIN_LONG_TOKENS,
     MIN_QUERIES,
-    MIN_SHORT_TOKENS,
     MOST_LONG_SEGMENTS,
+    SPLIT_TOKENS,
     Segment,
     SegmentLengths,
     SegmentPlan,
@@ -55,7 +54,8 @@ def by_rows(plan: SegmentPlan) -> List[Segment]:
 def check(row_batch: List[Int32], row_lengths: List[Int32], window_left: Int = -1) raises:
     """Rows in order, each in one block; a block's segments join without gap or overlap and are numbered in order.
 
-    Segments are not longer than all tokens together say, and cut spans only where they are shorter.
+    Segments are not longer than all tokens together say, and end between splits. The rows of a block end in the same
+    span, and the same spans are whole for them.
     """
     var result = plan(row_batch, row_lengths, window_left)
     var segments = by_rows(result)
@@ -64,7 +64,7 @@ def check(row_batch: List[Int32], row_lengths: List[Int32], window_left: Int = -
         total += segment.end - segment.begin
     var lengths = SegmentLengths(total)
     for segment in segments:
-        if segment.split_result < 0 and segment.end - segment.begin <= MAX_WHOLE_TOKENS:
+        if segment.num_splits == 1:
             lengths.cut += segment.end - segment.begin
     var row = 0
     var splits = 0
@@ -79,41 +79,66 @@ def check(row_batch: List[Int32], row_lengths: List[Int32], window_left: Int = -
             assert_equal(row_batch[r], row_batch[row])
             var length = Int(row_lengths[r]) if row_batch[r] >= 0 else 0
             if length > 0:
-                begin = min(begin, max(0, length - 1 - window_left) if window_left >= 0 else 0)
+                var seen = max(0, length - 1 - window_left) if window_left >= 0 else 0
+                assert_equal((length - 1) // SPAN_TOKENS * SPAN_TOKENS, first.last_span)
+                assert_true(begin == Int.MAX or ceildiv(seen, SPAN_TOKENS) == ceildiv(begin, SPAN_TOKENS))
+                begin = min(begin, seen)
                 end = max(end, length)
         begin = min(begin, end)
-        var whole = end - begin <= max(MAX_WHOLE_TOKENS, lengths.length())
-        assert_equal(first.split_result < 0, whole)
+        assert_equal(first.num_splits, max(1, ceildiv(end, SPLIT_TOKENS) - begin // SPLIT_TOKENS))
+        assert_equal(first.first_split(), begin // SPLIT_TOKENS)
         var at = begin
-        for part in range(first.num_splits):
-            var segment = segments[i + part]
+        var split = 0
+        while split < first.num_splits:
+            var segment = segments[i]
             assert_equal(segment.row, row)
             assert_equal(segment.begin, at)
             assert_true(segment.end > at or end == begin)
             at = segment.end
-            var length = lengths.length()
-            if end - begin > MAX_WHOLE_TOKENS:
+            if first.num_splits > 1:
+                assert_true(at - segment.begin <= lengths.length())
+                assert_equal(segment.split_result, splits + split)
                 lengths.cut += at - segment.begin
-            if whole:
-                continue
-            assert_equal(segment.split_result, splits + part)
-            assert_equal(segment.split, part)
+            else:
+                assert_equal(segment.split_result, -1)
+            assert_equal(segment.split, split)
             assert_equal(segment.num_splits, first.num_splits)
-            assert_true(at - segment.begin <= length)
-            assert_true(at == end or at % min(length, SPAN_TOKENS) == 0)
+            assert_true(at == end or at % SPLIT_TOKENS == 0)
+            check_splits(segment)
+            split += segment.splits()
+            i += 1
+        assert_equal(split, first.num_splits)
         assert_equal(at, end)
-        if not whole:
+        if first.num_splits > 1:
             splits += first.num_splits
         row += first.num_rows
-        i += first.num_splits
     assert_equal(row, len(row_batch))
     assert_equal(splits, result.num_split_results)
+    assert_true(result.max_results() <= splits)
+
+
+def check_splits(segment: Segment) raises:
+    """A task takes the splits of a segment one by one."""
+    var rest = segment
+    var at = segment.begin
+    for i in range(segment.splits()):
+        var split = rest.take_split()
+        assert_equal(split.begin, at)
+        assert_equal(split.splits(), 1)
+        assert_equal(split.split, segment.split + i)
+        assert_equal(split.first_split(), segment.first_split())
+        assert_equal(split.split_result - segment.split_result, i)
+        assert_equal(split.continues, i > 0)
+        assert_equal(split.num_rows, segment.num_rows)
+        at = split.end
+    assert_equal(at, segment.end)
+    assert_equal(rest.num_rows, 0)
 
 
 def test_decode_rows() raises:
     check([], [])
     check([0, 1, 2], [1, 0, 17])
-    check([0, 1], [MAX_WHOLE_TOKENS, MAX_WHOLE_TOKENS + 1])
+    check([0, 1], [SPLIT_TOKENS, SPLIT_TOKENS + 1])
     check([0, 1, 2], [100000, 3, 70001])
 
 
@@ -145,7 +170,8 @@ def test_wide_blocks_go_head_by_head() raises:
         for head in range(3):
             var begin = 0
             var first = segments[at]
-            for split in range(first.num_splits):
+            var split = 0
+            while split < first.num_splits:
                 var segment = segments[at]
                 assert_true(segment.prefill)
                 assert_equal(segment.num_splits, first.num_splits)
@@ -156,16 +182,18 @@ def test_wide_blocks_go_head_by_head() raises:
                 assert_equal(segment.head, head)
                 assert_equal(segment.begin, begin)
                 begin = segment.end
+                split += segment.splits()
                 at += 1
             assert_equal(begin, end)
-    for row, count in [(40, 5), (45, 1)]:
+    # Row 40 has 640 tokens, and the next one begins another span.
+    for row, count in [(40, 1), (41, 4), (45, 1)]:
         assert_equal(segments[at].row, row)
         assert_equal(segments[at].num_rows, count)
         while at < len(segments) and segments[at].row == row:
             assert_true(not segments[at].prefill)
             at += 1
     assert_equal(at, len(segments))
-    assert_equal(result.max_rows, 5)
+    assert_equal(result.max_rows, 4)
     assert_equal(result.max_prefill_rows, 20)
 
 
@@ -208,7 +236,7 @@ def test_segment_lengths() raises:
     for total, expected in [
         (1000, [MIN_LONG_TOKENS, 128, 128, 128]),
         (MIN_LONG_TOKENS * LONG_SEGMENTS_PER_CALL, [MIN_LONG_TOKENS, 128, 128, 128]),
-        (32768, [512, 256, 128, 64]),
+        (32768, [512, 256, 128, 128]),
         (10**5, [1024, 512, 256, 128]),
         (10**6, [3840, 1920, 896, 384]),
     ]:
@@ -230,7 +258,7 @@ def test_each_length_holds_half_of_the_rest() raises:
             for i in range(LENGTHS):
                 if segment.end - segment.begin == 512 >> i:
                     counts[i] += 1
-        for i, count in [(0, 32), (1, 32), (2, 32), (3, 64)]:
+        for i, count in [(0, 32), (1, 32), (2, 64), (3, 0)]:
             assert_equal(counts[i], count)
 
 

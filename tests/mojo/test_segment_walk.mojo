@@ -59,11 +59,12 @@ def check[layout: StaticString](page_size: Int, begin: Int, end: Int, tiles: Int
             var tile = step.tiles[unsafe_offset=i]
             var tokens = tile.tokens()
             for entry in range(KV_TILE_TOKENS):
-                var token = Int(tokens[min(entry, tile.count - 1)])
+                var first_entry = max(0, begin - tile.first)
+                var token = Int(tokens[max(first_entry, min(entry, tile.count - 1))])
                 var page = k.page(0, token // page_size)
                 assert_equal(tile.k[unsafe_offset=entry], k.offset(page, token % page_size, 0))
                 assert_equal(tile.v[unsafe_offset=entry], v.offset(page, token % page_size, 0))
-                if entry < tile.count:
+                if first_entry <= entry < tile.count:
                     assert_true(begin <= token < end)
                     assert_true(tile.first <= token < tile.end())
                     assert_true(token not in seen)

@@ -4,7 +4,7 @@ from std.math import exp2
 from std.random import random_ui64, seed
 from std.testing import TestSuite, assert_almost_equal, assert_equal, assert_true
 
-from mojo_ops.attention.cpu.plan import Segment
+from mojo_ops.attention.cpu.plan import SPLIT_TOKENS, Segment
 from mojo_ops.attention.cpu.split_merge import SplitResults, TaskResult
 from mojo_ops.attention.softmax import AttentionState
 
@@ -14,20 +14,22 @@ comptime QUERIES = 2  # a KV head has room for one more
 comptime PADDED = 32
 
 
-def part_of(first: Int, part: Int, parts: Int) -> Segment:
-    """A part of a block whose first part has slot `first`."""
-    var segment = Segment(0, 1, 0, 1)
+def part_of(first: Int, part: Int, parts: Int, begin: Int) -> Segment:
+    """A part of a block whose first part has slot `first`, and begins after `begin` splits."""
+    var token = (begin + part) * SPLIT_TOKENS
+    var segment = Segment(0, 1, token, token + 1)
     segment.split_result = first + part
     segment.split = part
     segment.num_splits = parts
     return segment
 
 
-def fill(split_results: SplitResults, index: Int, p: Int):
-    """Part p of query i has greatest score g and total t, and values that depend on all of them; some are empty."""
+def fill(split_results: SplitResults, index: Int, p: Int, empty: Int):
+    """Part p of query i has greatest score g and total t, and values that depend on all of them; some are empty, and so
+    are those before part `empty`."""
     for i in range(KV_HEADS * STRIDE):
         var state = AttentionState(Float32((p * 7 + i * 3) % 11) - 5, 1 + Float32((p + i) % 5))
-        if (p + i) % 4 == 1:
+        if (p + i) % 4 == 1 or p < empty:
             state = AttentionState()
         split_results.states_of(index)[unsafe_offset=i] = state
         for d in range(PADDED):
@@ -36,10 +38,12 @@ def fill(split_results: SplitResults, index: Int, p: Int):
             split_results.acc_of(index)[unsafe_offset=i * PADDED] = Float32(0) / Float32(0)
 
 
-def finish(split_results: SplitResults, first: Int, part: Int, parts: Int, mut task: TaskResult) -> Bool:
+def finish(
+    split_results: SplitResults, first: Int, part: Int, parts: Int, mut task: TaskResult, begin: Int = 0, empty: Int = 0
+) -> Bool:
     """A task computes a part and merges it; the result that it is left with is no longer needed by others."""
-    fill(split_results, task.index, part)
-    var complete = split_results.merge_finished(part_of(first, part, parts), KV_HEADS, STRIDE, QUERIES, task)
+    fill(split_results, task.index, begin + part, empty)
+    var complete = split_results.merge_finished(part_of(first, part, parts, begin), KV_HEADS, STRIDE, QUERIES, task)
     if not complete:
         for i in range(KV_HEADS * STRIDE):
             split_results.states_of(task.index)[unsafe_offset=i] = AttentionState(1000, 1)
@@ -48,11 +52,14 @@ def finish(split_results: SplitResults, first: Int, part: Int, parts: Int, mut t
     return complete
 
 
-def check(parts: Int, first: Int) raises:
-    """Parts of one block, computed by three tasks in several orders."""
+def check(last: Int, first: Int, begin: Int = 0) raises:
+    """The parts `[begin, last)` of one block, computed by three tasks in several orders; at first with empty ones before
+    them."""
     var expected = List[Float32]()
     for order in range(12):
-        var split_results = SplitResults(first + parts, 3, KV_HEADS * STRIDE, PADDED)
+        var before = 0 if order == 0 else begin
+        var parts = last - before
+        var split_results = SplitResults(first + parts, first + parts, 3, KV_HEADS * STRIDE, PADDED)
         var tasks = [TaskResult(0), TaskResult(1), TaskResult(2)]
         var left = List[Int]()
         for p in range(parts):
@@ -62,7 +69,7 @@ def check(parts: Int, first: Int) raises:
             var i = 0 if order < 2 else Int(random_ui64(0, UInt64(len(left) - 1)))
             var part = left.pop(i)
             ref task = tasks[Int(random_ui64(0, 2))]
-            assert_equal(finish(split_results, first, part, parts, task), len(left) == 0)
+            assert_equal(finish(split_results, first, part, parts, task, before, begin), len(left) == 0)
             result = task.index
 
         for head in range(KV_HEADS):
@@ -71,7 +78,7 @@ def check(parts: Int, first: Int) raises:
                 var state = split_results.states_of(result)[unsafe_offset=i]
                 var total: Float64 = 0
                 var value: Float64 = 0
-                for p in range(parts):
+                for p in range(begin, last):
                     if (p + i) % 4 != 1:
                         var greatest = Float64((p * 7 + i * 3) % 11) - 5
                         var weight = exp2(greatest - Float64(state.greatest)) * Float64(1 + (p + i) % 5)
@@ -95,6 +102,12 @@ def test_every_order_and_number_of_parts() raises:
         check(parts, 3)
 
 
+def test_empty_parts_change_no_bit() raises:
+    for begin in range(1, 7):
+        check(begin + 1, 2, begin)
+        check(11, 0, begin)
+
+
 def test_many_parts() raises:
     check(32, 1)
     check(33, 0)
@@ -103,7 +116,7 @@ def test_many_parts() raises:
 def test_blocks_do_not_meet() raises:
     """Two blocks whose parts finish in turn: each is complete with its own last part, and not before."""
     comptime PARTS = 5
-    var split_results = SplitResults(2 * PARTS, 2, KV_HEADS * STRIDE, PADDED)
+    var split_results = SplitResults(2 * PARTS, 2 * PARTS, 2, KV_HEADS * STRIDE, PADDED)
     var tasks = [TaskResult(0), TaskResult(1)]
     for part in range(PARTS):
         for block in range(2):
@@ -120,7 +133,7 @@ def test_blocks_do_not_meet() raises:
 def test_results_are_used_again() raises:
     """One task that computes the parts in order has one unmerged result for each level of the tree, and its own."""
     comptime PARTS = 64
-    var split_results = SplitResults(PARTS, 1, KV_HEADS * STRIDE, PADDED)
+    var split_results = SplitResults(PARTS, PARTS, 1, KV_HEADS * STRIDE, PADDED)
     var task = TaskResult(0)
     for part in range(PARTS):
         _ = finish(split_results, 0, part, PARTS, task)
@@ -129,7 +142,7 @@ def test_results_are_used_again() raises:
 
 def test_lines_are_not_shared() raises:
     """The results of two tasks lie in different cache lines: values, states, counters."""
-    var split_results = SplitResults(3, 2, 5, PADDED)
+    var split_results = SplitResults(3, 3, 2, 5, PADDED)
     for index in range(4):
         assert_equal(Int(split_results.acc_of(index)) % 64, 0)
         assert_equal(Int(split_results.states_of(index)) % 64, 0)
