@@ -71,10 +71,13 @@ class RunRecord:
             self._rows[1] += rows[-count:]
 
     def see(self, index: int, op: Operation, results: Sequence[np.ndarray]) -> None:
-        """Takes the results of operation `index`, those that have rows and are read: no step reads the lse."""
+        """Takes the results of operation `index`, those that have rows and are read: no step reads the lse. Integers
+        say where a row lies in its step, which is not compared.
+        """
         for number, (value, result) in enumerate(zip(op.results, results, strict=True)):
             rows_of = value.shape[0].symbol if value.shape and value.shape[0].coefficient else None
-            if rows_of not in self._symbols or id(value.memory) not in self._read:
+            is_integer = result.dtype.kind in "iu"
+            if rows_of not in self._symbols or id(value.memory) not in self._read or is_integer:
                 continue
             rows = self._rows[self._symbols.index(rows_of)]
             digests = _digests(result, len(rows)) * np.uint64(2 * number + 1)
