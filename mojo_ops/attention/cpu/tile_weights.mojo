@@ -45,7 +45,8 @@ def scores_to_weights[
     """
     var m = head * stride
     var tokens = tile.tokens()
-    var factor = logits.factor()
+    var only_scaled = logits.factor() != 0
+    var factor = logits.factor() if only_scaled else Float32(1)
     for row in range(segment.num_rows):
         var length = Int(rows.row_lengths[unsafe_offset=segment.row + row])
         var first = logits.first_token(length)
@@ -58,10 +59,13 @@ def scores_to_weights[
                 logits.alibi_slopes[unsafe_offset=head * heads.group + g]
             ) if logits.has_alibi else 0
             var dots = at.unsafe_load[width=KV_TILE_TOKENS]()
-            var scores = dots * factor if factor != 0 else logits.score_each(dots, slope, tokens.cast[DType.float32]())
+            # What `factor` makes scores of: dot products, or scores already.
+            var numbers = dots if only_scaled else logits.score_each(dots, slope, tokens.cast[DType.float32]())
+            var scores = numbers * factor
             if not all_seen:
                 var seen = tokens.lt(Int32(last)) & tokens.ge(Int32(first))
                 scores = seen.select(scores, MINUS_INFINITY)
+                numbers = seen.select(numbers, MINUS_INFINITY if factor >= 0 else -MINUS_INFINITY)
                 dots = seen.select(dots, ScoreVector(0))
             var greatest = workspace.greatest[unsafe_offset=m]
             # Any number that keeps the weights in range gives the same result, so it need not be the greatest score.
@@ -77,7 +81,9 @@ def scores_to_weights[
                 )
                 greatest = workspace.greatest[unsafe_offset=m]
             # A row that sees none of these tokens has no greatest score to subtract yet.
-            var weights = exp2(scores - greatest) if greatest != MINUS_INFINITY else ScoreVector(0)
+            var weights = ScoreVector(0)
+            if greatest != MINUS_INFINITY:
+                weights = exp2(numbers.fma(ScoreVector(factor), ScoreVector(-greatest)))
             # NaN where a dot product is infinite: it overflowed, and perhaps in a partial sum of the other sign.
             workspace.totals[unsafe_offset=m] += sum_of_halves(dots.fma(ScoreVector(0), weights))
             comptime if split_bf16:

@@ -46,8 +46,8 @@ def scores_to_weights_prefill[
     var scores = workspace.scores.unsafe_offset(pair % 2 * PAIR_SCORE_FLOATS + half * STEP_TOKENS * QUERY_COLUMNS)
     var weights = workspace.weights.unsafe_offset((pair % 2 * STEP_TILES * 2 + half) * 2 * AMX_TILE_ELEMENTS)
     var queries = workspace.queries
-    var factor = logits.scale * LOG2E
-    var are_dots = only_scaled(logits, factor)
+    var factor = logits.factor()
+    var are_dots = factor != 0
     for i in range(count):
         var first = step.tiles[i].first
         var all_see: Bool
@@ -72,6 +72,7 @@ def scores_to_weights_prefill[
                 KV_TILE_TOKENS,
                 scores.unsafe_offset(i * KV_TILE_TOKENS * QUERY_COLUMNS),
             )
+    if factor == 0:
         factor = 1
     var greatest = queries.greatest.unsafe_load[width=QUERY_COLUMNS](m)
     var sums = exp2_weights(count, scores, are_dots, factor, greatest, weights, workspace, products)

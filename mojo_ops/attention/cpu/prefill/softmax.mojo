@@ -74,7 +74,8 @@ def mask_scores[
     end: Int,
     scores: FloatPointer,
 ):
-    """Turns the dot products of 16 queries into base-2 scores, and into -inf where a query does not see the token.
+    """Turns the dot products of 16 queries into base-2 scores, or leaves them where a score is `logits.factor()` times
+    the dot product; where a query does not see the token, the score is -inf.
 
     Parameters:
         has_masks: Whether the queries' `seen` says what they see, else `first` and `last`.
@@ -97,6 +98,7 @@ def mask_scores[
             slopes[lane] = logits.alibi_slopes[unsafe_offset=head * heads.group + (m + lane) % heads.group]
     var tokens = tile.tokens()
     var factor = logits.factor()
+    var unseen = MINUS_INFINITY if factor >= 0 else -MINUS_INFINITY
     for t in range(begin, end):
         var at = scores.unsafe_offset(t * QUERY_COLUMNS)
         var token = SIMD[DType.int32, QUERY_COLUMNS](tokens[t])
@@ -108,8 +110,8 @@ def mask_scores[
         else:
             seen &= token.lt(queries.last.unsafe_load[width=QUERY_COLUMNS](m))
             seen &= token.ge(queries.first.unsafe_load[width=QUERY_COLUMNS](m))
-        var score = dots * factor if factor != 0 else logits.score_each(dots, slopes, token.cast[DType.float32]())
-        at.unsafe_store(0, seen.select(score, MINUS_INFINITY))
+        var score = dots if factor != 0 else logits.score_each(dots, slopes, token.cast[DType.float32]())
+        at.unsafe_store(0, seen.select(score, unseen))
 
 
 @no_inline

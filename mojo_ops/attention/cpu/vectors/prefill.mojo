@@ -187,9 +187,18 @@ def attend_tiles[
             var of_tile = scores.unsafe_offset(i * KV_TILE_TOKENS * QUERY_COLUMNS)
             comptime if codes:
                 scale_rows(workspace.key_scales, i * KV_TILE_TOKENS, from_entry, to_entry, of_tile)
-            var greatest, zeros = turn_scores[has_masks](
-                queries, step.tiles[i], i, from_entry, to_entry, logits, heads, head, at, of_tile
-            )
+            var factor = logits.factor()
+            var are_dots = factor != 0 and sees_tile[has_masks](queries, step.tiles[i], i, from_entry, to_entry, at)
+            if not are_dots:
+                mask_scores[has_masks](
+                    queries, at, logits, heads, head, step.tiles[i], i, from_entry, to_entry, of_tile
+                )
+            if factor == 0:
+                factor = 1
+            var most, least = extremes(of_tile, from_entry, to_entry)
+            var greatest = (most if factor > 0 else least) * factor
+            # NaN where a dot product is infinite: it overflowed, and perhaps in a partial sum of the other sign.
+            var zeros = (most - most) + (least - least) if are_dots else FloatVector(0)
             if not greatest.le(queries.greatest.unsafe_load[width=LANES](at) + RESCALE_THRESHOLD).reduce_and():
                 # The weights so far are relative to the maxima so far.
                 var entry = i * KV_TILE_TOKENS + from_entry
@@ -198,7 +207,7 @@ def attend_tiles[
                     summed = entry
                 raise_maxima(queries, at, heads.padded_value, greatest)
             var weights = workspace.weights.unsafe_offset(i * KV_TILE_TOKENS * QUERY_COLUMNS)
-            exp2_weights(of_tile, from_entry, to_entry, queries.greatest.unsafe_load[width=LANES](at), weights)
+            exp2_weights(of_tile, factor, from_entry, to_entry, queries.greatest.unsafe_load[width=LANES](at), weights)
             var totals = queries.totals.unsafe_load[width=LANES](at)
             queries.totals.unsafe_store(at, totals + (sum_of_entries(weights) + zeros))
             comptime if codes:
@@ -216,46 +225,26 @@ def scale_rows(scales: FloatPointer, first: Int, begin: Int, end: Int, numbers: 
 
 
 @always_inline
-def turn_scores[
+def sees_tile[
     has_masks: Bool
-](
-    queries: PrefillQueries,
-    tile: KVTile,
-    word: Int,
-    begin: Int,
-    end: Int,
-    logits: Logits,
-    heads: HeadLayout,
-    head: Int,
-    m: Int,
-    scores: FloatPointer,
-) -> Tuple[FloatVector, FloatVector]:
-    """Turns the dot products of query tile `m` with entries `[begin, end)` of a KV tile into base-2 scores.
-
-    Returns:
-        The greatest of each query, and zeros that are NaN where a dot product is not finite.
-    """
-    var all_see: Bool
+](queries: PrefillQueries, tile: KVTile, word: Int, begin: Int, end: Int, m: Int) -> Bool:
+    """Return whether each of the 16 queries from `m` on sees all entries `[begin, end)` of KV tile `word` of a step."""
     comptime if has_masks:
-        all_see = queries.all_see_word(m, word, bits_between(0, begin, end))
+        return queries.all_see_word(m, word, bits_between(0, begin, end))
     else:
-        all_see = tile.interleaved or queries.all_see(m, tile.first + begin, tile.first + end)
-    var factor = logits.factor()
-    var greatest = FloatVector(MINUS_INFINITY)
-    var zeros = FloatVector(0)
-    if factor == 0 or not all_see:
-        mask_scores[has_masks](queries, m, logits, heads, head, tile, word, begin, end, scores)
-        for t in range(begin, end):
-            greatest = max(greatest, scores.unsafe_load[width=LANES](t * LANES))
-        return greatest, zeros
-    for t in range(begin, end):
-        var dots = scores.unsafe_load[width=LANES](t * LANES)
-        var score = dots * factor
-        greatest = max(greatest, score)
-        # A dot product that overflowed did so perhaps in a partial sum of the other sign.
-        zeros = dots.fma(FloatVector(0), zeros)
-        scores.unsafe_store(t * LANES, score)
-    return greatest, zeros
+        return tile.interleaved or queries.all_see(m, tile.first + begin, tile.first + end)
+
+
+@always_inline
+def extremes(scores: FloatPointer, begin: Int, end: Int) -> Tuple[FloatVector, FloatVector]:
+    """The greatest and the least score of each of 16 queries among entries `[begin, end)` of a KV tile."""
+    var most = scores.unsafe_load[width=LANES](begin * LANES)
+    var least = most
+    for t in range(begin + 1, end):
+        var score = scores.unsafe_load[width=LANES](t * LANES)
+        most = max(most, score)
+        least = min(least, score)
+    return most, least
 
 
 @no_inline
@@ -273,14 +262,18 @@ def raise_maxima(queries: PrefillQueries, m: Int, padded_value: Int, scores: Flo
 
 
 @always_inline
-def exp2_weights(scores: FloatPointer, begin: Int, end: Int, greatest: FloatVector, weights: FloatPointer):
-    """Computes the weights `[KV_TILE_TOKENS, 16]` of base-2 scores; those of entries outside `[begin, end)` are 0."""
+def exp2_weights(
+    scores: FloatPointer, factor: Float32, begin: Int, end: Int, greatest: FloatVector, weights: FloatPointer
+):
+    """Computes the weights `[KV_TILE_TOKENS, 16]` of scores, which are base 2 after `factor`; those of entries outside
+    `[begin, end)` are 0.
+    """
     # A query that has seen no token has no greatest score to subtract yet.
-    var least = greatest.eq(MINUS_INFINITY).select(FloatVector(0), greatest)
+    var negated = greatest.eq(MINUS_INFINITY).select(FloatVector(0), -greatest)
     for t in range(begin):
         weights.unsafe_store(t * LANES, FloatVector(0))
     for t in range(begin, end):
-        weights.unsafe_store(t * LANES, exp2(scores.unsafe_load[width=LANES](t * LANES) - least))
+        weights.unsafe_store(t * LANES, exp2(scores.unsafe_load[width=LANES](t * LANES).fma(FloatVector(factor), negated)))
     for t in range(end, KV_TILE_TOKENS):
         weights.unsafe_store(t * LANES, FloatVector(0))
 
