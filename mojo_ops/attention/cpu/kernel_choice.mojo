@@ -1,5 +1,6 @@
 """The choice of the CPU kernel of a call of attention: rules that the dispatch follows and `paged-kv doctor` prints."""
 
+from std.bit import prev_power_of_two
 from std.math import ceildiv
 
 from ...isa.amx import HAS_AMX, amx_permitted
@@ -61,10 +62,10 @@ struct CpuKernelChoice[dtype: DType, kv_dtype: DType](ImplicitlyCopyable):
             if not prefill_only:
                 return BlockSizes(MAX_BLOCK_ROWS, Int.MAX, heads.kv_heads)
         var least = PREFILL_MIN_QUERIES if self.permitted else VECTOR_PREFILL_MIN_QUERIES
+        # A power of two: a block ends with a span at the latest, and the last one of a span should not be short.
+        var rows = prev_power_of_two(max(1, (LATENT_MAX_QUERIES if latent else PREFILL_MAX_QUERIES) // heads.group))
         return BlockSizes(
-            max(1, LATENT_MAX_QUERIES // heads.group) if latent else max(
-                MAX_BLOCK_ROWS, PREFILL_MAX_QUERIES // heads.group
-            ),
+            rows if latent else max(MAX_BLOCK_ROWS, rows),
             1 if prefill_only else ceildiv(least, heads.group),
             heads.kv_heads,
         )
