@@ -86,7 +86,7 @@ def attention_at_run_time(
 ) -> tuple[TensorValue, TensorValue]:
     """`attention` with its options as values of the graph.
 
-    `options` `[5]` float32 is `AttentionOptions.numbers`, `window_left` an int32 scalar, both on the host;
+    `options` `[6]` float32 is `AttentionOptions.numbers`, `window_left` an int32 scalar, both on the host;
     `alibi_slopes` and `sinks` have `[Hq]` or no entries and lie with the cache. Where `may_rotate_keys` is False it
     compiles in less time, and on the CPU refuses a rope_theta other than 0.
     """

@@ -190,7 +190,7 @@ def mla_attention_at_run_time(
 ) -> tuple[TensorValue, TensorValue]:
     """`mla_attention` with its options as values of the graph.
 
-    `options` `[3]` float32 is `LatentOptions.numbers`, on the host; `sinks` has `[H]` or no entries.
+    `options` `[4]` float32 is `LatentOptions.numbers`, on the host; `sinks` has `[H]` or no entries.
     """
     check_tensor("q_nope", q_nope)
     if q_nope.dtype not in DTYPES:

@@ -97,6 +97,8 @@ struct SoftmaxOptions(TrivialRegisterPassable):
     var rope_theta: Float32
     """0: keys are stored as they are used."""
     var rope_scale: Float32
+    var deterministic: Float32
+    """Not 0: a row has the same bits whichever rows are in its call."""
 
 
 @fieldwise_init

@@ -23,6 +23,8 @@ struct LatentOptions(TrivialRegisterPassable):
     var latent_scale: Float32
     """Multiplies q_nope . ckv beside it."""
     var v_scale: Float32
+    var deterministic: Float32
+    """Not 0: a row has the same bits whichever rows are in its call."""
 
 
 @fieldwise_init

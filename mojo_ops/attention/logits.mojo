@@ -54,8 +54,7 @@ struct Logits(TrivialRegisterPassable):
 
     @always_inline
     def factor(self) -> Float32:
-        """What a dot product is multiplied by to become a base-2 score, where nothing else is done to it; otherwise 0.
-        """
+        """Return the number that makes a dot product a base-2 score, where nothing else is done to it; otherwise 0."""
         var factor = self.scale * LOG2E
         return factor if not self.has_alibi and self.soft_cap <= 0 and isfinite(factor) else 0
 

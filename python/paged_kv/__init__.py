@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         single_prefill_with_kv_cache_return_lse,
     )
     from paged_kv.quantization import packbits, segment_packbits
+    from paged_kv.runtime.determinism import set_deterministic
     from paged_kv.runtime.threads import set_num_threads
     from paged_kv.runtime.warmup import warmup
     from paged_kv.trees import accepted_rows, tree_mask, tree_positions
@@ -92,6 +93,7 @@ __all__ = [
     "packbits",
     "segment_packbits",
     "selective_state_update",
+    "set_deterministic",
     "set_num_threads",
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
@@ -140,6 +142,7 @@ _MODULES = {
     "trees": ("accepted_rows", "tree_mask", "tree_positions"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names} | {
+    "set_deterministic": "runtime.determinism",
     "set_num_threads": "runtime.threads",
     "warmup": "runtime.warmup",
 }

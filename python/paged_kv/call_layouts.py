@@ -122,8 +122,8 @@ MASKS = Layout(
     "row_positions num_positions token_offsets num_offsets mask mask_bytes mask_starts num_starts mask_firsts"
     " num_firsts"
 )
-SOFTMAX_OPTIONS = Layout("scale soft_cap v_scale rope_theta rope_scale", "float32")
-LATENT_OPTIONS = Layout("scale latent_scale v_scale", "float32")
+SOFTMAX_OPTIONS = Layout("scale soft_cap v_scale rope_theta rope_scale deterministic", "float32")
+LATENT_OPTIONS = Layout("scale latent_scale v_scale deterministic", "float32")
 TOKEN_ROWS = Layout("k v count k_heads k_dim v_heads v_dim")
 STATES = Layout("row_offsets sources save_offsets save_counts save_slots requests saves slots")
 MEMBER = Layout("y w n row_bytes encoding")

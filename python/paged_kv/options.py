@@ -134,6 +134,17 @@ def alibi_slopes(num_heads: int) -> npt.NDArray[np.float32]:
     return np.array(slopes, np.float32)
 
 
+@dataclass
+class ProcessChoices:
+    """The choices that hold for every call of the process."""
+
+    deterministic: bool = False
+    """As `runtime.determinism.set_deterministic` said."""
+
+
+CHOICES = ProcessChoices()
+
+
 class AttentionArguments(TypedDict, total=False):
     """The fields of `AttentionOptions` as keyword arguments of a function."""
 
@@ -204,7 +215,8 @@ class AttentionOptions:
             )
 
     def numbers(self, head_dim: int) -> npt.NDArray[np.float32]:
-        """The op's `options` operand, `[5]`: scale of q . k, soft cap, v_scale, rope_theta (0 = off), rope_scale.
+        """The op's `options` operand, `[6]`: scale of q . k, soft cap, v_scale, rope_theta (0 = off), rope_scale, and
+        1 where `set_deterministic` said so.
 
         Raises:
             ContractError: the product of the scales of q . k is out of range.
@@ -223,6 +235,7 @@ class AttentionOptions:
             v_scale=self.v_scale,
             rope_theta=self.rope_theta or 0.0,
             rope_scale=self.rope_scale,
+            deterministic=CHOICES.deterministic,
         )
         return np.array(numbers, np.float32)
 
@@ -250,7 +263,8 @@ class LatentOptions:
                 raise ContractError(f"{name} must be positive, not {getattr(self, name)}")
 
     def numbers(self) -> npt.NDArray[np.float32]:
-        """The op's `options` operand, `[3]`: the scale of q_pe . kpe, what q_nope . ckv is scaled by beside it, o's.
+        """The op's `options` operand, `[4]`: the scale of q_pe . kpe, what q_nope . ckv is scaled by beside it, o's, 1
+        where `set_deterministic` said so.
 
         Raises:
             ContractError: a product or a ratio of the scales is out of range.
@@ -264,7 +278,9 @@ class LatentOptions:
             if sm_scale != 0 or "/" in name:
                 check_number(name, value)
         scale = sm_scale * kpe_scale
-        numbers = LATENT_OPTIONS.flat(scale=scale, latent_scale=ckv_scale / kpe_scale, v_scale=ckv_scale)
+        numbers = LATENT_OPTIONS.flat(
+            scale=scale, latent_scale=ckv_scale / kpe_scale, v_scale=ckv_scale, deterministic=CHOICES.deterministic
+        )
         return np.array(numbers, np.float32)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from max.dtype import DType
 
-from paged_kv.engine.disk_tier import DiskTier
+from paged_kv import set_deterministic
 from paged_kv.engine.engine import Engine
 from paged_kv.engine.run_record import differences
 from paged_kv.engine.sampling import Sampling
@@ -40,9 +40,12 @@ SAMPLED = {"temperature": 1.0, "seed": 7, "ignore_end": True}
 def models(tmp_path_factory):
     folder = make_cases({case for case, *_ in KINDS.values()} - {"plain"}, tmp_path_factory.mktemp("families"))
     make_checkpoint(folder / "plain")
-    return load_family(
-        {name: Member(folder / case, dtype, *PAGES, *cache) for name, (case, dtype, *cache) in KINDS.items()}
-    )
+    members = {name: Member(folder / case, dtype, *PAGES, *cache) for name, (case, dtype, *cache) in KINDS.items()}
+    set_deterministic()  # of no effect without AMX
+    try:
+        return load_family(members)
+    finally:
+        set_deterministic(False)
 
 
 def recorded(model, prompts, **options):

@@ -42,9 +42,7 @@ struct Results(Movable):
 
 def attend[
     dtype: DType, kv_dtype: DType
-](
-    lengths: List[Int], new_tokens: List[Int], workers: Int, sm_scale: Float32 = 0.125, window_left: Int = -1
-) -> Results:
+](lengths: List[Int], new_tokens: List[Int], workers: Int, sm_scale: Float32 = 0.125, window_left: Int = -1) -> Results:
     """The last `new_tokens[b]` tokens of each request attend, over shuffled pages whose other slots are NaN."""
     var columns = 0
     for length in lengths:
@@ -160,9 +158,7 @@ def check_rows[dtype: DType, kv_dtype: DType](window_left: Int = -1) raises:
                 for head in range(HEADS):
                     assert_equal(part.lse[row * HEADS + head], prompt.lse[at * HEADS + head], String("lse of row ", at))
                 for i in range(HEADS * DIM):
-                    assert_equal(
-                        part.o[row * HEADS * DIM + i], prompt.o[at * HEADS * DIM + i], String("o of row ", at)
-                    )
+                    assert_equal(part.o[row * HEADS * DIM + i], prompt.o[at * HEADS * DIM + i], String("o of row ", at))
 
 
 def test_other_rows_change_no_bit() raises:

@@ -209,10 +209,11 @@ def _options(
     sinks: np.ndarray = NONE,
     rope_theta: float | None = None,
     rope_scale: float = 1.0,
+    deterministic: bool = False,
 ) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray | np.generic, ...]]:
     """The options of attention as operands, unchecked: tensors, and numbers of the host."""
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
-    numbers = [scale * q_scale * k_scale, logits_soft_cap, v_scale, rope_theta or 0.0, rope_scale]
+    numbers = [scale * q_scale * k_scale, logits_soft_cap, v_scale, rope_theta or 0.0, rope_scale, deterministic]
     tensors = alibi_slopes.astype(np.float32), sinks.astype(np.float32)
     return tensors, (np.int32(window_left), np.array(numbers, np.float32))
 

@@ -28,10 +28,19 @@ from .workspace import HeadLayout, SegmentWorkspace
 
 def attend_on_cpu[
     dtype: DType, //, *, latent: Bool = False, rotates: Bool = False
-](rows: AttentionRows[dtype, ...], k: PagedKVCache, v: type_of(k), logits: Logits, workers: Workers):
+](
+    rows: AttentionRows[dtype, ...],
+    k: PagedKVCache,
+    v: type_of(k),
+    logits: Logits,
+    workers: Workers,
+    *,
+    deterministic: Bool = False,
+):
     """Computes o `[R, Hq, Dv]` and lse `[R, Hq]` of every row of a call on up to `workers` threads.
 
     The formula is in `../README.md`. The rows were checked (`check_rows`). The result does not depend on `workers`.
+    That of a row depends on no other row where all are computed in vectors.
 
     Parameters:
         dtype: The dtype of the queries.
@@ -45,9 +54,11 @@ def attend_on_cpu[
         v: The values.
         logits: The options of the call.
         workers: Threads, at most.
+        deterministic: True if all rows are computed in vectors, though there are matrix tiles.
     """
     comptime kv_dtype = k.dtype
     var choice = CpuKernelChoice[dtype, kv_dtype]()
+    choice.permitted &= not deterministic
     var heads = HeadLayout.of[latent=latent](rows, k, v, CpuKernelChoice[dtype, kv_dtype].chunk)
     comptime if latent:
         # Matrix tiles cannot scale the sums over `ckv` before those over `kpe` are added.

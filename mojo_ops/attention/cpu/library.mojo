@@ -28,7 +28,9 @@ def attend_rows[
     logits.check()
     check_rows(pair.table, rows.row_batch, rows.row_lengths, rows.num_rows, masks, logits)
     masks.check(rows.row_batch, rows.row_lengths, rows.num_rows, pair.table.batch)
-    attend_on_cpu[rotates=rotates](rows, pair.k, pair.v, logits, call.workers)
+    attend_on_cpu[rotates=rotates](
+        rows, pair.k, pair.v, logits, call.workers, deterministic=call.options[].deterministic != 0
+    )
 
 
 def attend_latent[dtype: DType, o_dtype: DType, kv_dtype: DType](call: LatentCall) raises:
@@ -38,4 +40,6 @@ def attend_latent[dtype: DType, o_dtype: DType, kv_dtype: DType](call: LatentCal
     call.check_cache(pair)
     var logits = call.logits()
     check_rows(pair.table, rows.row_batch, rows.row_lengths, rows.num_rows, rows.masks, logits)
-    attend_on_cpu[latent=True](rows, pair.k, pair.v, logits, call.workers)
+    attend_on_cpu[latent=True](
+        rows, pair.k, pair.v, logits, call.workers, deterministic=call.options[].deterministic != 0
+    )

@@ -12,6 +12,7 @@ import click
 from paged_kv.arguments import integer, printable
 from paged_kv.commands.options import (
     cache_dtype_option,
+    deterministic_option,
     device_option,
     load_model,
     numa_option,
@@ -32,6 +33,7 @@ from paged_kv.output import say
 @click.command()
 @numa_option
 @threads_option
+@deterministic_option
 @click.option(
     "--model",
     "folder",

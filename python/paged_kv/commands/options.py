@@ -55,6 +55,23 @@ numa_option = click.option(
 )
 """The option of the commands that load a model for long."""
 
+
+def _set_deterministic(_context: click.Context, _option: click.Parameter, value: bool) -> None:
+    from paged_kv.runtime.determinism import set_deterministic
+
+    set_deterministic(value)
+
+
+deterministic_option = click.option(
+    "--deterministic",
+    is_flag=True,
+    callback=_set_deterministic,
+    expose_value=False,
+    help="Give each text the same bits whoever shares its steps, on CPUs with AMX and in bfloat16 too. Elsewhere they"
+    " are the same as it is.",
+)
+"""The option of the commands that run a model on a CPU."""
+
 threads_option = click.option(
     "--threads",
     type=int,

@@ -9,7 +9,13 @@ from typing import Any
 import click
 
 from paged_kv.arguments import printable
-from paged_kv.commands.options import cache_dtype_option, numa_option, rotation_option, threads_option
+from paged_kv.commands.options import (
+    cache_dtype_option,
+    deterministic_option,
+    numa_option,
+    rotation_option,
+    threads_option,
+)
 from paged_kv.errors import ContractError
 from paged_kv.files import read_regular
 
@@ -60,6 +66,7 @@ _PATH = click.Path(path_type=Path)
 )
 @numa_option
 @threads_option
+@deterministic_option
 @click.argument("model", required=False)
 @click.option("--demo", is_flag=True, help="Serve the small model in the package; no MODEL then.")
 @click.option(

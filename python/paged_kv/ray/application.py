@@ -66,6 +66,7 @@ class Arguments(BaseModel):
     page_size: PositiveInt = 16
     cache_dtype: KVFormat | None = None
     cache_rotation: CacheRotation | None = None
+    deterministic: bool = False
     speculate: str | None = None
     """"lookup", or a smaller checkpoint at the same path on every machine."""
     kv_disk: Path | None = None

@@ -89,6 +89,7 @@ class Work:
                 asdict(self.sampling)
                 | {"model": where, "dtype": model.dtype, "seed": self.seed}
                 | {"cache_dtype": model.cache_dtype, "cache_rotation": model.cache_rotation}
+                | ({"deterministic": True} if model.deterministic else {})
             )
         )
         try:

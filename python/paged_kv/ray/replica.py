@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from paged_kv import set_num_threads
+from paged_kv import set_deterministic, set_num_threads
 from paged_kv.engine import Engine
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.engine.tokenizer import Tokenizer
@@ -45,6 +45,8 @@ class Model:
     """CPUs of each replica: what Ray counts and what it is bound to; it computes with one thread for each of their
     cores.
     """
+    deterministic: bool = False
+    """True gives each text the same bits whoever shares its steps, in bfloat16 on CPUs with AMX too."""
     cache_dtype: KVFormat | None = None
     cache_rotation: CacheRotation | None = None
     speculate: str | None = None
@@ -70,6 +72,7 @@ class Model:
         cores = claim(self.cpus)
         cores.bind()
         set_num_threads(cores.threads)
+        set_deterministic(self.deterministic)
         return setup.engine(Tokenizer(setup.source, setup.source.config))
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from max.dtype import DType
 from max.graph import BufferType, DeviceRef, Graph, Module, TensorType, Type
 
+from paged_kv.call_layouts import LATENT_OPTIONS, SOFTMAX_OPTIONS
 from paged_kv.graphs import ops
 from paged_kv.graphs.ops import LatentCache, PagedCache
 from paged_kv.runtime.compile_key import CompileKey
@@ -104,7 +105,7 @@ class Variant:
                 tensor(DType.int32, "R_lengths"),
                 *storage,
                 tensor(DType.float32, "sinks"),
-                tensor(DType.float32, 3, on=host),
+                tensor(DType.float32, LATENT_OPTIONS.size, on=host),
             ]
             with Graph(self.name, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
                 q_nope, q_pe, row_batch, row_lengths = (value.tensor for value in graph.inputs[:4])
@@ -147,7 +148,7 @@ class Variant:
             tensor(DType.float32, "slopes"),
             tensor(DType.float32, "sinks"),
             tensor(DType.int32, on=host),
-            tensor(DType.float32, 5, on=host),
+            tensor(DType.float32, SOFTMAX_OPTIONS.size, on=host),
         ]
         types = [*rows, *storage, *(options if self.op in ("attention", "masked_attention") else [])]
         with Graph(self.name, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:

@@ -83,9 +83,7 @@ def attend_prefill_vectors[
         pack_queries[key_dtype, latent](rows, segment, key_heads, workspace)
     workspace.queries.clear(rows, segment, logits, heads)
     var buffer = 0
-    var step = PrefillStep(
-        k, v, request, segment, segment.begin, workspace.offset_buffer(0), interleaves=not has_masks
-    )
+    var step = PrefillStep(k, v, request, segment, segment.begin, workspace.offset_buffer(0), interleaves=not has_masks)
     while step.count > 0:
         var is_seen = True
         comptime if has_masks:
@@ -225,9 +223,7 @@ def scale_rows(scales: FloatPointer, first: Int, begin: Int, end: Int, numbers: 
 
 
 @always_inline
-def sees_tile[
-    has_masks: Bool
-](queries: PrefillQueries, tile: KVTile, word: Int, begin: Int, end: Int, m: Int) -> Bool:
+def sees_tile[has_masks: Bool](queries: PrefillQueries, tile: KVTile, word: Int, begin: Int, end: Int, m: Int) -> Bool:
     """Return whether each of the 16 queries from `m` on sees all entries `[begin, end)` of KV tile `word` of a step."""
     comptime if has_masks:
         return queries.all_see_word(m, word, bits_between(0, begin, end))
@@ -273,7 +269,9 @@ def exp2_weights(
     for t in range(begin):
         weights.unsafe_store(t * LANES, FloatVector(0))
     for t in range(begin, end):
-        weights.unsafe_store(t * LANES, exp2(scores.unsafe_load[width=LANES](t * LANES).fma(FloatVector(factor), negated)))
+        weights.unsafe_store(
+            t * LANES, exp2(scores.unsafe_load[width=LANES](t * LANES).fma(FloatVector(factor), negated))
+        )
     for t in range(end, KV_TILE_TOKENS):
         weights.unsafe_store(t * LANES, FloatVector(0))
 
