@@ -234,8 +234,8 @@ def test_own_arguments(op, change, error, message):
         ("window_left", tensor(F32), ContractTypeError, "window_left.*float32"),
         ("window_left", tensor(I32, 1), ShapeError, "window_left.*rank 1"),
         ("window_left", tensor(I32, device=GPU), ContractError, "window_left is on gpu"),
-        ("options", tensor(I32, 5), ContractTypeError, "options.*int32"),
-        ("options", tensor(F32, 4), ShapeError, "options.*4.*5"),
+        ("options", tensor(I32, 6), ContractTypeError, "options.*int32"),
+        ("options", tensor(F32, 5), ShapeError, "options.*5.*6"),
         ("alibi_slopes", tensor(F32, 5), ShapeError, "alibi_slopes.*5.*6"),
         ("sinks", tensor(F32, 6, 1), ShapeError, "sinks.*rank 2"),
         ("sinks", tensor(F32, 6, device=GPU), ContractError, "sinks is on gpu"),
@@ -243,7 +243,7 @@ def test_own_arguments(op, change, error, message):
 )
 def test_options_as_graph_values(name, kind, error, message):
     kinds = {"alibi_slopes": tensor(F32, 6), "sinks": tensor(F32, 0), "window_left": tensor(I32)}
-    kinds = {**kinds, "options": tensor(F32, 5), name: kind}
+    kinds = {**kinds, "options": tensor(F32, 6), name: kind}
     with Graph("options", input_types=[*TYPES.values(), *kinds.values()]) as graph:
         args = dict(zip([*TYPES, *kinds], graph.inputs, strict=True))
         cache = PagedCache(args["k_blocks"].buffer, args["v_blocks"].buffer, args["lookup_table"].tensor)

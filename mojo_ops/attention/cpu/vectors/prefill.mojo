@@ -215,8 +215,7 @@ def attend_tiles[
 
 @always_inline
 def scale_rows(scales: FloatPointer, first: Int, begin: Int, end: Int, numbers: FloatPointer):
-    """Multiplies rows `[begin, end)` of `[KV_TILE_TOKENS, 16]` by the scales of their tokens, from `scales[first]` on.
-    """
+    """Multiplies rows `[begin, end)` of `[KV_TILE_TOKENS, 16]` by the scales of their tokens, from `scales[first]` on."""
     for t in range(begin, end):
         var row = numbers.unsafe_load[width=LANES](t * LANES)
         numbers.unsafe_store(t * LANES, row * scales[unsafe_offset=first + t])
