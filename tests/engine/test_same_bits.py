@@ -55,8 +55,10 @@ def models(tmp_path_factory):
         set_deterministic(False)
 
 
-def recorded(model, *turns, of=(0, 0), **options):
-    """The record of one request. Each turn's prompts are added at once and run to their ends; pages are NaN before."""
+def run(turns, model, **options):
+    """The record of a run, and its engine. Each turn's prompts are added at once and run to their ends; before, every
+    page is NaN.
+    """
     poison(model)
     engine = Engine(model, **options)
     engine.record = model.new_record()
@@ -66,8 +68,21 @@ def recorded(model, *turns, of=(0, 0), **options):
         while not engine.is_idle:
             engine.step()
     engine.flush()
-    engine.record.samples = {(0, 0): engine.record.samples[of]}
-    return engine.record
+    return engine.record, engine
+
+
+def recorded(model, *turns, of=(0, 0), **options):
+    """The record of one request."""
+    record, _ = run(turns, model, **options)
+    record.samples = {(0, 0): record.samples[of]}
+    return record
+
+
+def with_drafts(model, draft):
+    """Most drafts are refused, since another model makes them."""
+    record, engine = run([[PROMPT]], model, speculate=draft)
+    assert engine.statistics.draft_tokens > NEW / 4
+    return record
 
 
 def from_disk(model, folder):
@@ -77,28 +92,29 @@ def from_disk(model, folder):
     return recorded(model, [PROMPT], disk=disk)
 
 
-WAYS = {
-    **{
-        f"steps of {tokens}": lambda model, _, most=tokens: recorded(model, [PROMPT], max_step_tokens=most)
-        for tokens in (1, 8, 13, 64)
-    },
-    "company": lambda model, _: recorded(model, [PROMPT, *OTHERS], max_step_tokens=40),
-    "preemption": lambda model, _: recorded(model, [PROMPT, *OTHERS], max_step_tokens=64, num_pages=16),
-    "drafts": lambda model, _: recorded(model, [PROMPT], speculate="lookup"),
-    "a shared prefix": lambda model, _: recorded(
-        model, [[*PROMPT[:100], *OTHERS[0]]], [PROMPT], of=(1, 0), max_step_tokens=50
-    ),
-    "a restart": from_disk,
-}
+def ways(model=None, draft=None, folder=None):
+    """The record of each way to compute the prompt's request."""
+    once, again = [PROMPT], [[*PROMPT[:100], *OTHERS[0]]]
+    return {
+        **{f"steps of {most}": partial(recorded, model, once, max_step_tokens=most) for most in (1, 8, 13, 64)},
+        "company": partial(recorded, model, [PROMPT, *OTHERS], max_step_tokens=40),
+        "preemption": partial(recorded, model, [PROMPT, *OTHERS], max_step_tokens=64, num_pages=16),
+        "drafts": partial(with_drafts, model, draft),
+        "a shared prefix": partial(recorded, model, again, once, of=(1, 0), max_step_tokens=50),
+        "a restart": partial(from_disk, model, folder),
+    }
+
+
 REUSES = ("a shared prefix", "a restart")
 """Ways that take most of the prompt from the cache; of a state it may have no copy that is far enough."""
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ways())
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_bits(models, tmp_path, kind, way):
+    draft = models["bfloat16" if kind == "float32" else "float32"]
     alone = recorded(models[kind], [PROMPT])
-    (difference,) = differences(alone, WAYS[way](models[kind], tmp_path))
+    (difference,) = differences(alone, ways(models[kind], draft, tmp_path)[way]())
     assert (difference.position, difference.parted, difference.operation, difference.largest) == (None, None, "", 0)
     whole = len(PROMPT) + NEW - 1
     if way not in REUSES:
@@ -109,19 +125,8 @@ def test_the_same_bits(models, tmp_path, kind, way):
 
 def test_threads_change_no_bit():
     """Those of a process are chosen once, so another process computes on one thread."""
-    command = [sys.executable, "-m", "paged_kv", "generate", "--model", FOLDER, "--prompt", "ab " * 90]
-    command += [
-        "--max-new-tokens",
-        "30",
-        "--ignore-end",
-        "--temperature",
-        "1",
-        "--seed",
-        "3",
-        "--logprobs",
-        "3",
-        "--json",
-    ]
-    run = partial(subprocess.run, capture_output=True, text=True, timeout=300, check=True)
-    texts = [run([*command, "--json", "--threads", str(n)]).stdout for n in (1, len(allowed_cpus()))]
+    arguments = "generate --max-new-tokens 30 --ignore-end --temperature 1 --seed 3 --logprobs 3 --json"
+    command = [sys.executable, "-m", "paged_kv", *arguments.split(), "--model", FOLDER, "--prompt", "ab " * 90]
+    start = partial(subprocess.run, capture_output=True, text=True, timeout=300, check=True)
+    texts = [start([*command, "--threads", str(n)]).stdout for n in (1, len(allowed_cpus()))]
     assert texts[0] == texts[1] != ""

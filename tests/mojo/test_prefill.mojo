@@ -42,7 +42,14 @@ struct Results(Movable):
 
 def attend[
     dtype: DType, kv_dtype: DType
-](lengths: List[Int], new_tokens: List[Int], workers: Int, sm_scale: Float32 = 0.125, window_left: Int = -1) -> Results:
+](
+    lengths: List[Int],
+    new_tokens: List[Int],
+    workers: Int,
+    sm_scale: Float32 = 0.125,
+    window_left: Int = -1,
+    deterministic: Bool = False,
+) -> Results:
     """The last `new_tokens[b]` tokens of each request attend, over shuffled pages whose other slots are NaN."""
     var columns = 0
     for length in lengths:
@@ -99,6 +106,7 @@ def attend[
         Cache(untracked_mutable(values), shape, strides, untracked(table), len(lengths), columns),
         Logits(sm_scale, 0, window_left, untracked(nothing), False, untracked(nothing), False),
         workers,
+        deterministic=deterministic,
     )
     var results = List[Float32]()
     for x in o:
@@ -131,7 +139,7 @@ def check_rows[dtype: DType, kv_dtype: DType](window_left: Int = -1) raises:
     """The rows of a prompt of 1,400 tokens, alone, in parts of it, and beside other requests."""
     comptime tokens = 1400
     comptime sm_scale: Float32 = 1.9  # scores of up to some hundred: maxima are raised now and then
-    var prompt = attend[dtype, kv_dtype]([tokens], [tokens], 2, sm_scale, window_left)
+    var prompt = attend[dtype, kv_dtype]([tokens], [tokens], 2, sm_scale, window_left, True)
     for length, new_tokens in [
         (1, 1),
         (5, 5),
@@ -152,7 +160,7 @@ def check_rows[dtype: DType, kv_dtype: DType](window_left: Int = -1) raises:
             if others == 1:
                 lengths += [3000, 40]
                 parts += [1, 20]
-            var part = attend[dtype, kv_dtype](lengths, parts, 1 + others, sm_scale, window_left)
+            var part = attend[dtype, kv_dtype](lengths, parts, 1 + others, sm_scale, window_left, True)
             for row in range(new_tokens):
                 var at = length - new_tokens + row
                 for head in range(HEADS):
