@@ -1,28 +1,30 @@
-"""The softmax of a prefill step: 16 queries at a time, one in each SIMD lane."""
+"""The softmax of a prefill step: 16 queries at a time, one in each SIMD lane.
+
+Weights are computed before the greatest score is known. Where the weights of a step sum up to more than
+`WEIGHT_SUM_LIMIT`, the lagging maxima are raised and the weights computed again.
+"""
 
 from std.memory import bitcast
+from std.utils.numerics import nan
 
 from ....isa.amx_tiles import AMX_TILE_ELEMENTS
 from ....isa.convert import FloatVector, LANES
 from ....isa.memory import Bf16BitsPointer, FloatPointer
 from ....isa.transpose import transpose_16x16
 from ...logits import Logits
-from ...row_masks import ALL_BITS, MASK_TOKENS
-from ...softmax import LOG2E, exp2
+from ...row_masks import ALL_BITS
+from ...softmax import MINUS_INFINITY, exp2
 from ..prefetch import KV_TILE_TOKENS
-from ..prefill.queries import QUERY_COLUMNS
-from ..prefill.softmax import (
-    exceeds_limit,
-    mask_scores,
-    nan_where_overflowed,
-    negated_maximum,
-    only_scaled,
-    raise_maxima,
-)
+from ..prefill.queries import PrefillQueries, QUERY_COLUMNS
+from ..prefill.scores import mask_scores
 from ..prefill.step import PrefillStep, STEP_TILES, STEP_TOKENS
 from ..workspace import HeadLayout
 from .prefill_products import PairProducts
 from .prefill_workspace import PAIR_SCORE_FLOATS, PrefillWorkspace, visible_tiles
+
+
+comptime WEIGHT_SUM_LIMIT: Float32 = 256
+"""The sum of a query's weights over one step beyond which its lagging maximum is raised."""
 
 
 @always_inline
@@ -135,3 +137,64 @@ def exp2_weights(
 def rounded_to_bf16(x: FloatVector) -> SIMD[DType.uint32, LANES]:
     """The nearest bfloat16 in the upper half, ties away from 0. A NaN may become any number; `sums` keeps it."""
     return (bitcast[DType.uint32, LANES](x) + 0x8000) & 0xFFFF0000
+
+
+@always_inline
+def exceeds_limit(sums: FloatVector, greatest: FloatVector) -> Bool:
+    """Return whether the weights of a step, whose sums these are, need another maximum; NaN counts as too much."""
+    return not (sums.le(WEIGHT_SUM_LIMIT) & greatest.gt(MINUS_INFINITY)).reduce_and()
+
+
+@always_inline
+def nan_where_overflowed(sums: FloatVector, lowest: FloatVector) -> FloatVector:
+    """The sums of weights, NaN where the lowest dot product is -inf: it overflowed, and perhaps in a partial sum alone.
+
+    One of +inf, or NaN, shows in its weight.
+    """
+    return lowest.gt(MINUS_INFINITY).select(sums, FloatVector(nan[DType.float32]()))
+
+
+@always_inline
+def negated_maximum(greatest: FloatVector) -> FloatVector:
+    """Return what is added to scores before `exp2`: a query that has seen no token has no greatest score to subtract
+    yet.
+    """
+    return greatest.eq(MINUS_INFINITY).select(FloatVector(0), -greatest)
+
+
+@no_inline
+def raise_maxima(
+    queries: PrefillQueries,
+    m: Int,
+    padded_value: Int,
+    count: Int,
+    scores: FloatPointer,
+    factor: Float32,
+    sums: FloatVector,
+):
+    """Raises the lagging maxima of 16 queries to their greatest scores, where their weights exceed the limit.
+
+    Args:
+        queries: The queries of the segment.
+        m: The first of the 16.
+        padded_value: Pv.
+        count: Tokens of `scores`.
+        scores: `[count, 16]`.
+        factor: Multiplies the scores.
+        sums: The sums of the weights of these scores.
+    """
+    var old = queries.greatest.unsafe_load[width=QUERY_COLUMNS](m)
+    var new = old
+    for t in range(count):
+        new = max(new, scores.unsafe_load[width=QUERY_COLUMNS](t * QUERY_COLUMNS) * factor)
+    # A NaN maximum makes the weights and the result NaN.
+    new = sums.eq(sums).select(new, sums)
+    new = (sums.le(WEIGHT_SUM_LIMIT) & old.gt(MINUS_INFINITY)).select(old, new)
+    var scale = new.eq(old).select(FloatVector(1), exp2(old - new))
+    queries.greatest.unsafe_store(m, new)
+    queries.totals.unsafe_store(m, queries.totals.unsafe_load[width=QUERY_COLUMNS](m) * scale)
+    for lane in range(QUERY_COLUMNS):
+        if scale[lane] != 1:
+            var acc = queries.acc.unsafe_offset((m + lane) * padded_value)
+            for d in range(0, padded_value, LANES):
+                acc.unsafe_store(d, acc.unsafe_load[width=LANES](d) * scale[lane])

@@ -23,7 +23,7 @@ from ..kv_tile import KVTile
 from ..plan import Segment
 from ..prefetch import KV_TILE_TOKENS, Prefetcher
 from ..prefill.queries import PrefillQueries, QUERY_COLUMNS, STEP_WORDS
-from ..prefill.softmax import mask_scores
+from ..prefill.scores import mask_scores
 from ..prefill.step import PrefillStep
 from ..rotary_keys import KeyRotation
 from ..tile_weights import RESCALE_THRESHOLD, raise_maximum
