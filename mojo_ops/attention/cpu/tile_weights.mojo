@@ -5,6 +5,7 @@ from std.utils.numerics import nan
 
 from ...isa.convert import LANES
 from ...isa.memory import FloatPointer
+from ...isa.registers import unfused
 from ..logits import Logits
 from ..params import AttentionRows
 from ..softmax import AttentionState, MINUS_INFINITY, exp2
@@ -61,11 +62,10 @@ def scores_to_weights[
             var dots = at.unsafe_load[width=KV_TILE_TOKENS]()
             # What `factor` makes scores of: dot products, or scores already.
             var numbers = dots if only_scaled else logits.score_each(dots, slope, tokens.cast[DType.float32]())
-            var scores = numbers * factor
+            var scores = unfused(numbers * factor)
             if not all_seen:
                 var seen = tokens.lt(Int32(last)) & tokens.ge(Int32(first))
                 scores = seen.select(scores, MINUS_INFINITY)
-                numbers = seen.select(numbers, MINUS_INFINITY if factor >= 0 else -MINUS_INFINITY)
                 dots = seen.select(dots, ScoreVector(0))
             var greatest = workspace.greatest[unsafe_offset=m]
             # Any number that keeps the weights in range gives the same result, so it need not be the greatest score.
@@ -83,7 +83,7 @@ def scores_to_weights[
             # A row that sees none of these tokens has no greatest score to subtract yet.
             var weights = ScoreVector(0)
             if greatest != MINUS_INFINITY:
-                weights = exp2(numbers.fma(ScoreVector(factor), ScoreVector(-greatest)))
+                weights = exp2(scores - greatest)
             # NaN where a dot product is infinite: it overflowed, and perhaps in a partial sum of the other sign.
             workspace.totals[unsafe_offset=m] += sum_of_halves(dots.fma(ScoreVector(0), weights))
             comptime if split_bf16:

@@ -15,6 +15,7 @@ from ....cache.paged_kv_cache import PagedKVCache
 from ....isa.codes import is_codes
 from ....isa.convert import FloatVector, LANES
 from ....isa.memory import FloatPointer
+from ....isa.registers import unfused
 from ...logits import Logits
 from ...params import AttentionRows
 from ...row_masks import MASK_TOKENS, bits_between
@@ -264,13 +265,12 @@ def exp2_weights(
     `[begin, end)` are 0.
     """
     # A query that has seen no token has no greatest score to subtract yet.
-    var negated = greatest.eq(MINUS_INFINITY).select(FloatVector(0), -greatest)
+    var least = greatest.eq(MINUS_INFINITY).select(FloatVector(0), greatest)
     for t in range(begin):
         weights.unsafe_store(t * LANES, FloatVector(0))
     for t in range(begin, end):
-        weights.unsafe_store(
-            t * LANES, exp2(scores.unsafe_load[width=LANES](t * LANES).fma(FloatVector(factor), negated))
-        )
+        var score = unfused(scores.unsafe_load[width=LANES](t * LANES) * factor)
+        weights.unsafe_store(t * LANES, exp2(score - least))
     for t in range(end, KV_TILE_TOKENS):
         weights.unsafe_store(t * LANES, FloatVector(0))
 
