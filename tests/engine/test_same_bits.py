@@ -81,7 +81,7 @@ def recorded(model, *turns, of=(0, 0), **options):
 def with_drafts(model, draft):
     """Most drafts are refused, since another model makes them."""
     record, engine = run([[PROMPT]], model, speculate=draft)
-    assert engine.statistics.draft_tokens > NEW / 4
+    assert engine.statistics.draft_tokens > 0
     return record
 
 

@@ -85,6 +85,9 @@ GREEDY = {"max_new_tokens": 5, "do_sample": False}
 BLOCKS = ContinuousBatchingConfig(num_blocks=8, page_size=16)
 TOLERANCE = 1e-3
 """The tolerance of the logarithm of a probability, in float32."""
+INT4_TOLERANCE = 2e-3
+"""The same over int4: sums in another order may move one code, which moved one of 80 logarithms by 0.0009 in one family
+and 0.0011 in another; else they are within 1e-6."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -175,14 +178,14 @@ def on_rounded_pages(monkeypatch: pytest.MonkeyPatch, kv_format: KVFormat) -> It
         yield
 
 
-def both_calls_give(model: Any, tokens: list[list[int]], logprobs: Any) -> None:
+def both_calls_give(model: Any, tokens: list[list[int]], logprobs: Any, tolerance: float = TOLERANCE) -> None:
     """`generate`'s result is the measure of both: transformers' own generate_batch drops Gemma 2's soft cap."""
     found_tokens, found = with_logprobs(model)
     batch = results_of_batch(model)
     assert found_tokens == tokens
     assert [result.generated_tokens for result in batch] == tokens
-    np.testing.assert_allclose(found, logprobs, atol=TOLERANCE, rtol=0)
-    np.testing.assert_allclose([result.logprobs for result in batch], logprobs, atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(found, logprobs, atol=tolerance, rtol=0)
+    np.testing.assert_allclose([result.logprobs for result in batch], logprobs, atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -487,7 +490,7 @@ def test_greedy_tokens_over_codes(family: str, kv_format: KVFormat, monkeypatch:
     with on_rounded_pages(monkeypatch, kv_format):
         expected = with_logprobs(model)
     with on_pages_alone(monkeypatch, kv_format):
-        both_calls_give(model, *expected)
+        both_calls_give(model, *expected, INT4_TOLERANCE if kv_format == "int4" else TOLERANCE)
 
 
 @pytest.mark.parametrize("way", WAYS)
