@@ -139,7 +139,7 @@ class ProcessChoices:
     """The choices that hold for every call of the process."""
 
     deterministic: bool = False
-    """As `runtime.determinism.set_deterministic` said."""
+    """The choice of `runtime.determinism.set_deterministic`."""
 
 
 CHOICES = ProcessChoices()
@@ -216,7 +216,7 @@ class AttentionOptions:
 
     def numbers(self, head_dim: int) -> npt.NDArray[np.float32]:
         """The op's `options` operand, `[6]`: scale of q . k, soft cap, v_scale, rope_theta (0 = off), rope_scale, and
-        1 where `set_deterministic` said so.
+        1 where `CHOICES.deterministic`.
 
         Raises:
             ContractError: the product of the scales of q . k is out of range.
@@ -264,7 +264,7 @@ class LatentOptions:
 
     def numbers(self) -> npt.NDArray[np.float32]:
         """The op's `options` operand, `[4]`: the scale of q_pe . kpe, what q_nope . ckv is scaled by beside it, o's, 1
-        where `set_deterministic` said so.
+        where `CHOICES.deterministic`.
 
         Raises:
             ContractError: a product or a ratio of the scales is out of range.

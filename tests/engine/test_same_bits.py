@@ -1,4 +1,4 @@
-"""A token's logits are the same to the bit however its prompt is cut, whoever shares its steps, pages and threads."""
+"""A token's logits are bitwise identical in any batch, with any chunks of its prompt, pages and number of threads."""
 
 import subprocess
 import sys

@@ -171,7 +171,9 @@ struct KeyRotation(Movable):
         var target = self.queries.unsafe_bitcast[Scalar[to]]()
         var request = Int(rows.row_batch[unsafe_offset=segment.row])
         self.token_offset = rows.masks.offset(request) if request >= 0 else 0
-        for row in range(segment.row, segment.row + segment.num_rows):
+        # A split that continues another one has the queries of that one.
+        var num_rows = 0 if segment.continues else segment.num_rows
+        for row in range(segment.row, segment.row + num_rows):
             write_angles(self.turns, self.padded_half, rows.position(row) if request >= 0 else 0, self.position)
             for head in range(num_heads):
                 var rotated = target.unsafe_offset(((row - segment.row) * num_heads + head) * self.length[to]())

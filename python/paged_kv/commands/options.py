@@ -67,8 +67,8 @@ deterministic_option = click.option(
     is_flag=True,
     callback=_set_deterministic,
     expose_value=False,
-    help="Give each text the same bits whoever shares its steps, on CPUs with AMX and in bfloat16 too. Elsewhere they"
-    " are the same as it is.",
+    help="Compute bitwise identical logits in any batch, in bfloat16 on CPUs with AMX too. Other CPUs always do."
+    " Without it those are faster.",
 )
 """The option of the commands that run a model on a CPU."""
 

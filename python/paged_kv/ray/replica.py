@@ -46,7 +46,7 @@ class Model:
     cores.
     """
     deterministic: bool = False
-    """True gives each text the same bits whoever shares its steps, in bfloat16 on CPUs with AMX too."""
+    """True: logits are bitwise identical in any batch, in bfloat16 on CPUs with AMX too."""
     cache_dtype: KVFormat | None = None
     cache_rotation: CacheRotation | None = None
     speculate: str | None = None
