@@ -21,6 +21,7 @@ FOLDERS = {
     "browser": "pages that a browser shows",
     "gpu": "needs a GPU that MAX can use; `gpu/model`: GPU kernels without one, compiled and run on a model of it",
     "serve": "the server",
+    "real_models": "two real models; needs what `.ci/real-models.txt` installs",
     "max_serve": "MAX Serve with these kernels; needs an environment of its own",
     "ray": "replicas and offline batches on a local cluster of Ray; needs an environment of its own",
     "vllm": "vLLM's engine with the plugin; needs an environment of its own",
@@ -28,7 +29,7 @@ FOLDERS = {
 """Each folder is a marker: `-m ops`."""
 QUICK = ("unit", "ops", "api", "engine")
 """`-m quick` runs these folders but for tests that are marked `slow`."""
-ONE_PROCESS = ("isa", "gpu", "max_serve", "ray", "vllm")
+ONE_PROCESS = ("isa", "gpu", "max_serve", "ray", "vllm", "real_models")
 """Not spread over workers by itself: jobs of `background.py` keep the other cores busy, a GPU has one owner, a server
 takes several GB."""
 
