@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from support import background, isa, properties
+from support import background, isa, properties, tiers
 
 TESTS = Path(__file__).parent
 
@@ -27,11 +27,12 @@ FOLDERS = {
     "vllm": "vLLM's engine with the plugin; needs an environment of its own",
 }
 """Each folder is a marker: `-m ops`."""
-QUICK = ("unit", "ops", "api", "engine")
-"""`-m quick` runs these folders but for tests that are marked `slow`."""
 ONE_PROCESS = ("isa", "gpu", "max_serve", "ray", "vllm", "real_models")
 """Not spread over workers by itself: jobs of `background.py` keep the other cores busy, a GPU has one owner, a server
 takes several GB."""
+
+QUICK = "quick"
+"""The marker of the tier that plain `pytest` runs (support/tiers.py)."""
 
 LONGEST_FIRST = (
     *("ops/test_graph_ops.py", "engine/test_families.py", "engine/test_gguf.py", "mojo/test_mojo.py"),
@@ -59,7 +60,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="of tests/ops, the tests of queries of this dtype alone; they compile nothing for others",
     )
     parser.addoption("--hostile-seed", type=int, default=0, help="what the cases of tests/hostile are drawn from")
-    parser.addoption("--hostile-cases", type=int, default=1250, help="how many cases of tests/hostile there are")
+    parser.addoption("--hostile-cases", type=int, help="how many cases of tests/hostile there are")
+    parser.addoption("--all", action="store_true", help="without paths: every test, not the quick tier alone")
     parser.addoption("--every-value", action="store_true", help="of test_config_keys.py, all values of each key")
     parser.addoption(
         "--all-kernels",
@@ -94,12 +96,17 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def pytest_configure(config: pytest.Config) -> None:
     for folder, meaning in FOLDERS.items():
         config.addinivalue_line("markers", f"{folder}: tests/{folder}: {meaning}")
-    config.addinivalue_line("markers", f"quick: {', '.join(QUICK)}, but for what is `slow`")
-    config.addinivalue_line("markers", "slow: compiles for one test alone, half a minute and more; not in `quick`")
+    config.addinivalue_line("markers", f"quick: {', '.join(tiers.FOLDERS)}, in few cases and without what is `slow`")
+    config.addinivalue_line("markers", "slow: takes more than a second, or compiles for one test alone; not in `quick`")
     config.addinivalue_line("markers", "waits_for(*jobs): jobs of background.py that the test wants the results of")
-    properties.load_profile(config.getoption("--hypothesis-profile"), quick=config.option.markexpr == "quick")
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         config.option.all_kernels = True  # of workers too
+        if not (config.option.all or config.option.markexpr or config.option.keyword):
+            config.option.markexpr = QUICK
+    is_quick = tiers.IS_QUICK = config.option.markexpr == QUICK
+    properties.load_profile(config.getoption("--hypothesis-profile"), quick=is_quick)
+    if config.option.hostile_cases is None:
+        config.option.hostile_cases = tiers.HOSTILE_CASES if is_quick else 1250
     target = config.getoption("--cpu-target")
     if target is not None:
         isa.use_libraries(target=target)
@@ -121,10 +128,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
         narrowed.deselect_others(dtype, config, items)
     for item in items:
-        folder = item.path.relative_to(TESTS).parts[0]
-        item.add_marker(folder)
-        if folder in QUICK and item.get_closest_marker("slow") is None:
-            item.add_marker("quick")
+        item.add_marker(item.path.relative_to(TESTS).parts[0])
+    quick = tiers.quick_tests([item for item in items if item.path.relative_to(TESTS).parts[0] in tiers.FOLDERS])
+    for item in quick:
+        item.add_marker(QUICK)
+    _COUNTS.append((len(quick), len(items)))
     items.sort(key=_start_order)
 
 
@@ -143,7 +151,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
         compiles.install()
         mojo_package.build_once()
-        kernels_once.install(of_all_tests=session.config.option.all_kernels)
+        worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+        kernels_once.install(of_all_tests=session.config.option.all_kernels, worker=worker)
     if session.config.option.collectonly or session.config.option.dist != "no":  # workers start what they need
         return
     jobs = []
@@ -157,6 +166,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 _COMPILED: list[dict[str, list[float]]] = []
 """By each worker, as `compiles.noted`."""
+_COUNTS: list[tuple[int, int]] = []
+"""By each worker, or this process: the tests of the quick tier among those that it collected, and the latter."""
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -164,16 +175,25 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
     background.stop()
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["compiled"] = compiles.noted()
+        session.config.workeroutput |= {"compiled": compiles.noted(), "counts": _COUNTS}
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node) -> None:
     output = getattr(node, "workeroutput", {})  # none of a worker that crashed
-    _COMPILED.extend([output["compiled"]] if "compiled" in output else [])
+    if "compiled" in output:
+        _COMPILED.append(output["compiled"])
+        _COUNTS.extend(output["counts"])
 
 
-def pytest_terminal_summary(terminalreporter) -> None:
+def pytest_report_header(config: pytest.Config) -> str | None:
+    return f"tier: {QUICK}; `pytest --all` runs every test" if config.option.markexpr == QUICK else None
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     from support import compiles
 
     terminalreporter.write_line(compiles.in_words([compiles.noted(), *_COMPILED]))
+    if config.option.markexpr == QUICK and _COUNTS:
+        quick, count = _COUNTS[-1]
+        terminalreporter.write_line(f"tier: {QUICK}, {quick} of {count} tests; `pytest --all` runs every test")

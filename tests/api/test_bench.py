@@ -309,6 +309,7 @@ def test_a_dead_job_says_why():
     assert reason(3, "") == "exit status 3"
 
 
+@pytest.mark.slow
 def test_systems_take_turns_over_all_copies():
     log = []
     runs = {name: lambda i, name=name: log.append((name, i)) for name in ("ours", "read", "peer")}

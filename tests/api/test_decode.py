@@ -41,6 +41,7 @@ CASE = build(CacheCase((17, 0, 48, 5), rank=5))
 EMPTY_TABLE = [np.zeros(n, np.int32) for n in (1, 0, 0)]
 
 
+@pytest.mark.slow
 def test_defaults_are_flashinfers() -> None:
     """Spelled out here, so that a default that changes in the code does not change in the test as well."""
     explicit = {"sm_scale": 1 / math.sqrt(32), "window_left": -1, "logits_soft_cap": 0.0}

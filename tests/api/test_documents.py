@@ -45,6 +45,7 @@ def causal_mask(qo_len, kv_len):
     return torch.cat(masks)
 
 
+@pytest.mark.slow
 def test_batch_decode():
     workspace_buffer = torch.empty(1024, dtype=torch.uint8)
     decode_wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace_buffer, "NHD")
@@ -58,6 +59,7 @@ def test_batch_decode():
         assert_close(as_numpy(o, "o"), attended(q, kv_cache, np.arange(BATCH_SIZE), KV_LEN), rel=2e-3, what="o")
 
 
+@pytest.mark.slow
 def test_single_prefill():
     q = torch.randn(32, NUM_QO_HEADS, HEAD_DIM).half()
     k, v = torch.randn(2, 256, NUM_KV_HEADS, HEAD_DIM).half()
@@ -67,6 +69,7 @@ def test_single_prefill():
     assert torch.allclose(o, o_custom, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_batch_prefill_over_pages():
     prefill_wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(torch.zeros(1024, dtype=torch.uint8), "NHD")
     arguments = (QO_INDPTR, KV_INDPTR, KV_INDICES, LAST_PAGE_LEN, *SIZES, PAGE_SIZE)
@@ -81,6 +84,7 @@ def test_batch_prefill_over_pages():
         assert torch.allclose(prefill_wrapper.run(q, kv_cache), o, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_batch_prefill_over_ragged_tokens():
     prefill_wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1024, dtype=torch.uint8), "NHD")
     kv_indptr = QO_INDPTR.clone()

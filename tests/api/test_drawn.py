@@ -280,6 +280,7 @@ def test_drawn_cases_agree_with_the_oracle(entries: tuple[str, ...], pair: tuple
     check_drawn(entries, pair, 420 if entries == DECODE else 250)
 
 
+@pytest.mark.slow
 @pytest.mark.hypothesis
 @pytest.mark.parametrize("pair", [("float32", "float32"), ("bfloat16", "float8_e4m3fn")], ids=" over ".join)
 @pytest.mark.parametrize("entries", [DECODE, PREFILL], ids=lambda value: value[0])

@@ -63,7 +63,10 @@ def test_every_example_is_run_and_listed():
 
 @pytest.mark.parametrize(
     "name",  # MAX compiles the op of one's own in every run, for its package lies in a new folder each time
-    [pytest.param(name, marks=[pytest.mark.slow] if name.startswith(("custom_op", "specul")) else []) for name in SAYS],
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name.startswith(("build", "custom_op", "specul")) else [])
+        for name in SAYS
+    ],
 )
 def test_an_example_runs_and_is_right(name, capfd):
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
@@ -75,6 +78,7 @@ def test_an_example_runs_and_is_right(name, capfd):
         assert float(number) <= float(bound)
 
 
+@pytest.mark.slow
 def test_the_demo_model_can_be_trained(tmp_path, monkeypatch):
     """A few steps on a text of its own give a checkpoint that this package reads, of the kind that it ships."""
     text = tmp_path / "text"

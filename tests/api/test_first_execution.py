@@ -30,6 +30,7 @@ print((wakes() - begun) / (time.monotonic() - start), before, slack())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux" or accelerator_count() > 0, reason="of Linux, without a GPU")
 def test_no_thread_keeps_waking_and_the_callers_own_timers_stay_exact():
     harness.libraries()

@@ -21,6 +21,7 @@ def printed(when: str, *hows: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["fresh", "planned", "ran", "operated"])
 def test_children_that_are_forked_compute(when):
     """After calls on several threads they do so on one: those of OpenMP, or of this package's team, are not in them."""
@@ -28,6 +29,7 @@ def test_children_that_are_forked_compute(when):
     assert dict(zip(hows, printed(when, *hows).splitlines(), strict=True)) == dict.fromkeys(hows, RIGHT)
 
 
+@pytest.mark.slow
 def test_max_is_refused_in_a_child_that_is_forked_after_it_has_started():
     said = printed("started", "session")
     assert said.startswith("ToolchainError: this process was forked after MAX had started its threads")
@@ -35,10 +37,12 @@ def test_max_is_refused_in_a_child_that_is_forked_after_it_has_started():
     assert printed("fresh", "session") == "InferenceSession"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["spawn", "forkserver"])
 def test_a_child_that_is_no_copy_computes(how):
     assert printed("ran", how) == RIGHT
 
 
+@pytest.mark.slow
 def test_pages_and_plans_work_in_any_child():
     assert printed("ran", "pure") == "3 pages, True"

@@ -71,6 +71,7 @@ def run_python(page: Path, capsys: pytest.CaptureFixture[str]) -> dict:
     return names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", pages("python"), ids=name)
 def test_the_python_of_a_page_runs(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     try:
@@ -82,6 +83,7 @@ def test_the_python_of_a_page_runs(page: Path, capsys: pytest.CaptureFixture[str
             sys.modules["paged_kv.transformers"].disable()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", pages("sh"), ids=name)
 def test_the_commands_of_a_page_run(page: Path) -> None:
     for block in filter(is_run, blocks(page, "sh")):

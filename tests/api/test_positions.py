@@ -236,6 +236,7 @@ MERGES = ("levels", "shared prefix")
 QUIET: Any = {"derandomize": True, "deadline": None, "database": None, "suppress_health_check": [*HealthCheck]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("entry", "pair"),
     [
@@ -254,6 +255,7 @@ def test_every_wrapper_agrees_with_one_flat_context(entry: str, pair: tuple[str,
     check()
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60), **QUIET)
 @given(drawn("levels", PAIRS[0]), st.integers(0, 2**16))
 def test_trees_agree_with_the_tokens_that_they_see(flat: Flat, seed: int) -> None:

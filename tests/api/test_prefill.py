@@ -186,6 +186,7 @@ def test_sinks_by_position() -> None:
             assert_agrees(wrapper.run(Q, *cache, *args, return_lse=True), causal, window_left=30, **changes)
 
 
+@pytest.mark.slow
 def test_single_prefill_of_scales_and_widths() -> None:
     rng = np.random.default_rng(12)
     q, k, v = (torch.from_numpy(normal(rng, (n, h, 32), "float32")) for n, h in ((5, 4), (20, 2), (20, 2)))

@@ -92,6 +92,7 @@ def fixed_buffers() -> CUDAGraphBatchDecodeWithPagedKVCacheWrapper:
     return CUDAGraphBatchDecodeWithPagedKVCacheWrapper(None, *(np.zeros(n, np.int32) for n in (5, 8, 4)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make", [lambda: BatchDecodeWithPagedKVCacheWrapper(None), fixed_buffers], ids=["own", "fixed"]
 )

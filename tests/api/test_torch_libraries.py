@@ -204,6 +204,7 @@ def test_what_a_kernel_refuses_is_an_error_and_nothing_is_written() -> None:
     assert float(lse) == 7.0
 
 
+@pytest.mark.slow
 def test_a_call_starts_no_thread_of_max() -> None:
     program = (
         "import torch; from paged_kv.torch import *; from paged_kv.runtime.threads import pool_threads;"

@@ -134,6 +134,7 @@ def step(
     return o * 2, lse, gathered_k
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_function_has_no_graph_break_and_the_same_numbers(backend: str) -> None:
     """Inductor, torch's default, needs a C++ compiler."""

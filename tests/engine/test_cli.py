@@ -143,6 +143,7 @@ def test_json_says_the_same_in_lines(generate):
     assert re.search(STATISTICS, err)
 
 
+@pytest.mark.slow
 def test_greedy_twice_and_seeds_once_more_are_equal(generate):
     def text(*args):
         return generate("--max-new-tokens", 40, *args)[0]
@@ -154,6 +155,7 @@ def test_greedy_twice_and_seeds_once_more_are_equal(generate):
     assert text("--temperature", 1.5, "--top-p", 1e-9) == text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampled", [(), ("--temperature", 0.7, "--seed", 3)])
 def test_guesses_change_no_text(generate, copy, sampled):
     """By the text, which repeats itself, and by a copy of the model, which is always right."""
@@ -208,6 +210,7 @@ def test_text_streams_in_a_process_of_its_own(folder, generate):
     assert re.fullmatch(STATISTICS, err)
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_early_gets_no_traceback(folder):
     with process("generate", "--model", folder, "--prompt", "hello", "--max-new-tokens", "4000") as child:
         assert len(child.stdout.read(1)) == 1
@@ -218,6 +221,7 @@ def test_a_reader_that_leaves_early_gets_no_traceback(folder):
     assert "Error" not in err
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_says_so(folder):
     with process("generate", "--model", folder, "--prompt", "hello", "--max-new-tokens", "4000") as child:
         child.stdout.read(1)
@@ -226,6 +230,7 @@ def test_an_interrupted_run_says_so(folder):
     assert (child.returncode, err.strip()) == (130, "interrupted")
 
 
+@pytest.mark.slow
 def test_bad_input_in_a_process_of_its_own(tmp_path):
     with process("generate", "--model", tmp_path / "none", "--prompt", "hello") as child:
         out, err = child.communicate(timeout=SECONDS)

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from paged_kv.cli import _run
 from paged_kv.engine import step
 from paged_kv.runtime.graph_reading import UnknownGraph
@@ -17,6 +19,7 @@ def generate(folder, *args):
     return done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_the_libraries_of_a_step_are_built_ahead(folder, capsys):
     for dtype in ("float32", "bfloat16"):
         assert _run(["compile", str(folder), "--dtype", dtype]) == 0

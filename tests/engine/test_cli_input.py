@@ -47,6 +47,7 @@ def test_every_line_has_its_own_options(lines):
     assert [again[0, sample]["text"] for sample in (0, 1)] == [found[1, sample]["text"] for sample in (0, 1)]
 
 
+@pytest.mark.slow
 def test_options_and_lines_say_the_same_of_every_field_of_sampling(lines):
     """Each field, given as an option and in a line, gives one text, which is not the text without it."""
     base = {"temperature": 1.0, "seed": 4, "max_tokens": 24}
@@ -147,6 +148,7 @@ def test_a_prompt_that_needs_more_pages_than_there_are_is_refused(lines):
     assert answers[1, 0]["tokens"] == 3
 
 
+@pytest.mark.slow
 def test_prompts_come_from_stdin(folder):
     command = [sys.executable, "-c", "from paged_kv.cli import main; main()"]
     done = subprocess.run(

@@ -27,6 +27,7 @@ CASES = [(name, kind) for name in ("doctor", "demo", "generate", "json") for kin
 CASES += [("generate", "limited")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "stdout"), CASES)
 def test_a_stdout_that_fails_is_one_line_and_a_status(commands, tmp_path, command, stdout):
     status, out, err = run(commands[command], tmp_path, stdout=stdout)
@@ -36,11 +37,13 @@ def test_a_stdout_that_fails_is_one_line_and_a_status(commands, tmp_path, comman
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stderr", [kind for kind in BROKEN if kind != "limited"])
 def test_a_stderr_that_fails_loses_no_result(commands, compiled, tmp_path, stderr):
     assert run(commands["generate"], tmp_path, stderr=stderr) == (0, compiled[1], "")
 
 
+@pytest.mark.slow
 def test_a_terminal_of_one_column(commands, compiled, tmp_path):
     """Progress is drawn on it, and the text is the same."""
     assert run(commands["generate"], tmp_path, COLUMNS="1")[:2] == compiled[:2]

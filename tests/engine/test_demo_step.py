@@ -37,6 +37,7 @@ def files(tmp_path_factory):
     return files
 
 
+@pytest.mark.slow
 def test_the_demo_speaks_without_a_compile(files, tmp_path, capsys):
     text, messages = kernels_ahead.run(kernels_ahead.DEMO, files[0].folder, tmp_path)
     assert len(messages.splitlines()) == 1 + STATISTICS, messages  # no word of a compile, no warning
@@ -45,16 +46,19 @@ def test_the_demo_speaks_without_a_compile(files, tmp_path, capsys):
     assert capsys.readouterr().out == text
 
 
+@pytest.mark.slow
 def test_a_cpu_that_lacks_a_flag_compiles(files, tmp_path):
     flag = min(REQUIRED_FLAGS[files[0].target])
     assert kernels_ahead.run(kernels_ahead.DEMO, files[0].folder, tmp_path, flag)[0] == "compiles\n"
 
 
+@pytest.mark.slow
 def test_the_doctor_finds_them(files, tmp_path):
     text, _ = kernels_ahead.run(kernels_ahead.DOCTOR, files[0].folder, tmp_path)
     assert f"\ndemo      reads its kernels in 0.1 s: with the package, for {files[0].target}\n" in text
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_not_read(files, tmp_path):
     path = files[0].path
     whole = path.read_bytes()

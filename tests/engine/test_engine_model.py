@@ -107,6 +107,7 @@ def test_requests_that_share_get_the_tokens_that_each_gets_alone(models, name, c
             assert tokens == (whole[: len(tokens)] if number in aborted else whole), (number, sample)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_prefix_from_a_file_gives_the_tokens_of_one_that_was_computed(models, tmp_path, name):
     """A model whose pages mean something else refuses it."""

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import time
 from max.engine import api
@@ -36,6 +38,7 @@ SECONDS = 600
 """The time of one program: three seconds, or thirty where MAX's own cache is empty."""
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_after_a_compile():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=SECONDS)
     assert (done.returncode, done.stderr) == (0, "")

@@ -10,6 +10,7 @@ from paged_kv.serve.cache_size import cache_size_of
 from support.checkpoints import CONFIG, read_config
 from support.families import CASES, PAGES, PROMPTS, assert_logits, engine_texts, make_cases, norm_error
 from support.llama_family import Member, load_family
+from support.made import Made
 
 # Norms on both sides of the layers; test_llama.py has them in front. 2 ** -8 for each of some ten roundings in a row,
 # and of some twenty.
@@ -19,14 +20,18 @@ HYBRIDS = ("qwen3_next", "qwen3_5", "granite_hybrid", "lfm2", "nemotron_h")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return make_cases(CASES, tmp_path_factory.mktemp("families"))
+    return tmp_path_factory.mktemp("families")
 
 
 @pytest.fixture(scope="module")
 def models(folder):
-    members = {name: Member(folder / name, DType.float32, *PAGES) for name in CASES}
-    members |= {f"{name}, bfloat16": Member(folder / name, DType.bfloat16, *PAGES) for name in BFLOAT16}
-    return load_family(members)
+    def make(name):
+        case, _, dtype = name.partition(" in ")
+        if not (folder / case).exists():
+            make_cases([case], folder)
+        return load_family({name: Member(folder / case, DType[dtype or "float32"], *PAGES)})[name]
+
+    return Made(make)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -36,7 +41,7 @@ def test_logits_are_those_of_transformers(folder, models, name):
 
 @pytest.mark.parametrize("name", BFLOAT16)
 def test_in_bfloat16_logits_are_near(folder, models, name):
-    assert_logits(models[f"{name}, bfloat16"], folder / name, BFLOAT16[name], norm_error)
+    assert_logits(models[f"{name} in bfloat16"], folder / name, BFLOAT16[name], norm_error)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "phi3", "gemma3", "gemma4", "gpt_oss", *HYBRIDS])

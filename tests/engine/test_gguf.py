@@ -10,6 +10,7 @@ from max.dtype import DType
 from paged_kv.engine.model import DecoderModel
 from support.gguf_files import make_model, q4_k_m, round_activations, write_gguf
 from support.llama_family import Member, load_family, poison
+from support.made import Made
 
 PROMPTS = [np.random.default_rng(length).integers(0, 256, length).tolist() for length in (19, 1, 130, 2)]
 NEW_TOKENS = 6
@@ -61,16 +62,17 @@ class Case:
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gguf")
-    references, members = {}, {}
-    for name, (architecture, overrides, encoding_of, *written) in CASES.items():
-        references[name] = make_model(architecture, **overrides)
-        file = write_gguf(folder / f"{name}.gguf", references[name], encoding_of, **dict(*written))
-        members[name] = Member(file, DType.float32, PAGE_SIZE, 64)
-    models = load_family(members)
-    for name, model in models.items():
+
+    def make(name):
+        architecture, overrides, encoding_of, *written = CASES[name]
+        reference = make_model(architecture, **overrides)
+        file = write_gguf(folder / f"{name}.gguf", reference, encoding_of, **dict(*written))
+        model = load_family({name: Member(file, DType.float32, PAGE_SIZE, 64)})[name]
         poison(model)
-        round_activations(references[name], dict(model.config.encodings))
-    return {name: Case(models[name], references[name]) for name in CASES}
+        round_activations(reference, dict(model.config.encodings))
+        return Case(model, reference)
+
+    return Made(make)
 
 
 def run(case):

@@ -145,6 +145,7 @@ def case(request, cases):
     return cases[request.param]
 
 
+@pytest.mark.slow
 def test_no_step_of_the_references_is_a_tie(case):
     """Else "the same tokens" would be luck: take another seed."""
     for _, logits in case.expected:

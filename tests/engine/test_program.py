@@ -124,6 +124,7 @@ def test_one_model_in_two_threads(model):
             assert all(np.array_equal(each, alone[request]) for each in got)
 
 
+@pytest.mark.slow
 def test_the_logits_are_those_of_max(model, monkeypatch):
     """MAX compiles a step that no program knows. The caches are the same too."""
 

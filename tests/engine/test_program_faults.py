@@ -160,6 +160,7 @@ def test_a_child_that_is_forked_inside_a_step_computes(engine, alone):
     finished(engine, numbers)
 
 
+@pytest.mark.slow
 def test_a_model_whose_last_reference_is_dropped_ends_its_step(engine, tmp_path):
     """Its files are gone too."""
     made = load(shutil.copytree(FOLDER, tmp_path / "model"), num_pages=8, page_size=5, dtype="float32").model

@@ -65,6 +65,7 @@ def test_the_same_bits(case, way, tmp_path):
     assert_same_bits(case, way, tmp_path)
 
 
+@pytest.mark.slow
 def test_threads_change_no_bit():
     """Those of a process are chosen once, so another process computes on one thread."""
     arguments = "generate --max-new-tokens 30 --ignore-end --temperature 1 --seed 3 --logprobs 3 --json"

@@ -80,6 +80,7 @@ def models(folder):
     return configs, load_graphs(default_runtime().session, keys, build_all, weights=weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_two_shares_make_the_model(folder, models, name):
     configs, graphs = models

@@ -72,6 +72,7 @@ def test_the_option_refuses_bad_numbers(command, capsys):
     assert capsys.readouterr().err == "error: --threads: num_threads must be at least 1, not 0\n"
 
 
+@pytest.mark.slow
 def test_doctor_says_how_many_and_why():
     command = [sys.executable, "-c", "from paged_kv.cli import main; main(['doctor', '--threads', '1'])"]
     output = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False).stdout

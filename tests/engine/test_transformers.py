@@ -214,6 +214,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_of_decoding(way: str, gemma: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = WAYS[way](gemma)
@@ -297,6 +298,7 @@ def test_padding_that_was_not_stored_cannot_be_shown(gemma: Any) -> None:
             )
 
 
+@pytest.mark.slow
 def test_shared_prefixes_and_forks_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("Llama")
     prompts = [PROMPTS[6] + PROMPTS[2], PROMPTS[6] + PROMPTS[3], PROMPTS[6][:200]]
@@ -483,6 +485,7 @@ def test_a_call_that_transformers_refuses_too_is_refused_in_its_words(gemma: Any
             gemma.generate(torch.tensor([[1, 10**6]]), **GREEDY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_format", CODE_DTYPES)
 @pytest.mark.parametrize("family", ["Llama", "Gemma2", "GptOss"])
 def test_greedy_tokens_over_codes(family: str, kv_format: KVFormat, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -501,6 +504,7 @@ def test_ways_of_decoding_over_codes(way: str, gemma: Any, monkeypatch: pytest.M
         assert WAYS[way](gemma).tolist() == expected.tolist()
 
 
+@pytest.mark.slow
 def test_a_cache_of_codes_is_used_again_and_widened_under_a_mask_with_holes(
     gemma: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -512,6 +516,7 @@ def test_a_cache_of_codes_is_used_again_and_widened_under_a_mask_with_holes(
         assert (found, with_holes(gemma)) == expected
 
 
+@pytest.mark.slow
 def test_pages_of_codes_take_fewer_bytes() -> None:
     model, stored = make("Llama"), {None: 24 * 4, "int8": 24 + 4, "int4": 24 // 2 + 4}  # bytes of a head
     prompt = torch.tensor([PROMPTS[5]])
@@ -545,6 +550,7 @@ def test_codes_that_there_are_not_are_refused() -> None:
     assert not linear._running
 
 
+@pytest.mark.slow
 def test_each_call_has_its_own_format() -> None:
     model = make("Llama")
     paged_kv.transformers.enable()
@@ -572,6 +578,7 @@ def test_disable_puts_everything_back() -> None:
     assert state() == before
 
 
+@pytest.mark.slow
 def test_the_format_is_that_of_the_last_enable() -> None:
     model = make("Llama")
 
@@ -591,6 +598,7 @@ def test_the_format_is_that_of_the_last_enable() -> None:
         assert kv_format() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [True, False], ids=["made enabled", "made disabled"])
 def test_a_kept_manager_runs_as_it_was_made(first: bool) -> None:
     model = make("Llama")

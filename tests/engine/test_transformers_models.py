@@ -37,6 +37,7 @@ def _switched_off() -> Iterator[None]:
     paged_kv.transformers.disable()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", OUTCOMES)
 def test_a_model_is_served_with_the_same_tokens_or_left_alone(model_type: str) -> None:
     for found, expected in zip(outcomes(small_model(model_type)), OUTCOMES[model_type], strict=True):

@@ -54,6 +54,7 @@ print(peak - before, bits.size, np.unique(bits))
 """
 
 
+@pytest.mark.slow
 def test_a_conversion_holds_one_copy_and_a_block(large):
     """In a process of its own, whose allocator has no memory that others gave back."""
     command = [sys.executable, "-c", CONVERSION, str(large[0])]

@@ -32,6 +32,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("cases", batches, ids=lambda batch: f"seed {batch[0]}, {batch[1]} to {batch[2]}")
 
 
+@pytest.mark.slow
 def test_hostile_calls_are_right_or_refused(cases: tuple[int, int, int], tmp_path: Path) -> None:
     wrong, counts = run(*cases, tmp_path / "log")
     assert not wrong, "\n".join(["", *wrong])

@@ -9,6 +9,7 @@ import pytest
 from support.mojo_programs import mojo_tests, outcomes, run_program, words_of_the_compiler
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "function"), mojo_tests())
 def test_in_mojo(file, function):
     found, output = outcomes()
@@ -26,6 +27,7 @@ def view_of(kv_layout: str, rank: int, half: int, layer: int, page_size: int, pa
     return (view if kv_layout == "NHD" else view.swapaxes(1, 2)), array.ctypes.data
 
 
+@pytest.mark.slow
 def test_addresses_are_numpys():
     pages_of_a_request = 3
     pages = BATCH * pages_of_a_request + 1
@@ -49,6 +51,7 @@ def test_the_package_compiles_without_a_warning():
     assert "warning:" not in words_of_the_compiler()
 
 
+@pytest.mark.slow
 def test_the_loops_of_the_bound_run():
     result = run_program("../../benchmarks/loops.mojo", "1")
     assert result.returncode == 0, result.stderr

@@ -129,6 +129,7 @@ def test_long_requests_and_prefill(kv_format, new):
     attention_like_oracle(cache, (q, row_batch, row_lengths), window_left=1500)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 20])
 def test_masks(rows):
     q_dtype, kv_format = harness.CODE_PAIRS[-1]

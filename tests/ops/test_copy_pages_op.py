@@ -53,6 +53,7 @@ def copy(storage, arrays, sources, targets):
     op_graphs.run(f"copy_{layout}{rank}", *numbers, TABLE, *arrays)
 
 
+@pytest.mark.slow
 def test_codes_and_scales_are_copied():
     """As the bytes of a page of all layers, 12 of them a head of 16 elements."""
     before = np.random.default_rng(0).integers(0, 256, (40, 2, 4, 5, 3, 12), np.uint8)
@@ -69,6 +70,7 @@ def pairs_of(count, pages, seed):
     return order[:count], order[count : 2 * count]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", SHAPES)
 @pytest.mark.parametrize("count", [0, 1, 7, 20])
 def test_every_layout(storage, count):
@@ -81,6 +83,7 @@ def test_every_layout(storage, count):
         assert_bits_equal(array, e, what=f"{count} pages of {storage}")
 
 
+@pytest.mark.slow
 def test_large_pages_go_in_parts():
     """A page of more elements than a task copies, and not a multiple of them."""
     storage = (6, "NHD")
@@ -91,6 +94,7 @@ def test_large_pages_go_in_parts():
     assert_bits_equal(arrays[0], expected[0], what="large pages")
 
 
+@pytest.mark.slow
 def test_a_view_leaves_what_lies_between():
     rng = np.random.default_rng(0)
     whole = rng.integers(0, 2**16, (10, 2, 6, 4, 9), np.uint16)
@@ -104,6 +108,7 @@ def test_a_view_leaves_what_lies_between():
     assert_bits_equal(whole, expected, what="the array behind the view")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", SHAPES)
 @pytest.mark.parametrize(
     ("sources", "targets", "words"),

@@ -60,6 +60,7 @@ def expected(x, w, experts):
     return y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per_choice", [False, True])
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 @pytest.mark.parametrize(("tokens", "choices"), [(1, 1), (1, 6), (3, 2), (17, 6), (70, 4), (300, 2)])
@@ -75,6 +76,7 @@ def test_a_row_has_the_bits_of_its_own_linear_layer(pair, tokens, choices, per_c
     assert (np.abs(y.astype(np.float64) - exact) / scale).max() < TOLERANCE[pair[0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_rows_that_are_sorted_need_no_copy_and_change_nothing(pair):
     x, w, _ = operands(pair, 3, 7, per_choice=True)
@@ -82,6 +84,7 @@ def test_rows_that_are_sorted_need_no_copy_and_change_nothing(pair):
     assert_bits_equal(execute("choices", x, w, experts), expected(x, w, experts), what="sorted")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_what_other_experts_hold_is_not_used(pair):
     x, w, experts = operands(pair, 9, 3)
@@ -92,17 +95,20 @@ def test_what_other_experts_hold_is_not_used(pair):
     assert np.isfinite(execute("tokens", x, w, experts).astype(np.float64)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(0, 3), (4, 0), (0, 0)])
 def test_without_rows_there_is_no_result(shape):
     x, w, experts = operands(PAIRS[0], *shape)
     assert execute("tokens", x, w, experts).shape == (*shape, 33)
 
 
+@pytest.mark.slow
 def test_without_columns_a_sum_is_zero():
     x, w, experts = operands(PAIRS[0], 3, 2, k=0)
     assert_bits_equal(execute("tokens", x, w, experts), np.zeros((3, 2, 33), np.float32), what="a product of nothing")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("expert", [7, -2, 2**31 - 1])
 def test_an_expert_that_is_not_there_is_refused(expert):
     x, w, experts = operands(PAIRS[0], 5, 2)
@@ -111,6 +117,7 @@ def test_an_expert_that_is_not_there_is_refused(expert):
         execute("tokens", x, w, experts)
 
 
+@pytest.mark.slow
 def test_weights_of_another_depth_are_refused():
     x, w, experts = operands(PAIRS[0], 5, 2)
     with refused("w", 95, 96):

@@ -113,6 +113,7 @@ class Step(NamedTuple):
         return op_graphs.run(f"step_{layout}{rank}", *map(np.ascontiguousarray, arrays[:9]), *arrays[9:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", PLANS, ids=lambda storage: f"{storage[1]}{storage[0]}")
 def test_append_attend_and_gather_in_one_graph(storage):
     full = build(case_of(storage))
@@ -128,6 +129,7 @@ def test_append_attend_and_gather_in_one_graph(storage):
     assert_lse_close(lse, expected_lse, tol=1e-5, what="lse")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", PLANS, ids=lambda storage: f"{storage[1]}{storage[0]}")
 @pytest.mark.parametrize(
     ("name", "cut", "words"),
@@ -148,6 +150,7 @@ def test_sizes_that_only_the_run_shows(storage, name, cut, words):
         step.run(storage)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", PLANS, ids=lambda storage: f"{storage[1]}{storage[0]}")
 @pytest.mark.parametrize(
     ("name", "cut", "words"),
@@ -167,6 +170,7 @@ def test_sizes_of_a_read_that_only_the_run_shows(storage, name, cut, words):
         step.run(storage)
 
 
+@pytest.mark.slow
 def test_layer_that_only_the_run_shows():
     step = Step.of(build(case_of((6, "NHD"))))
     blocks = step.k_blocks[:, :, :2].copy()
@@ -174,6 +178,7 @@ def test_layer_that_only_the_run_shows():
         step._replace(k_blocks=blocks).run((6, "NHD"))
 
 
+@pytest.mark.slow
 def test_one_array_is_expected_where_it_holds_both():
     step = Step.of(build(case_of((5, "HND"))))
     other = step.v_blocks.copy()
@@ -186,6 +191,7 @@ def ragged_rows(row_offsets, cache_lengths, num_rows):
     return op_graphs.run("ragged_rows", *arrays)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("new_tokens", "cache_lengths", "num_rows"),
     [
@@ -206,6 +212,7 @@ def test_ragged_rows(new_tokens, cache_lengths, num_rows):
         assert_bits_equal(result, e, what=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("offsets", "words"),
     [

@@ -45,6 +45,7 @@ for name, (q_dtype, kv_dtype, options, biased, _) in GRAPHS.items():
     op_graphs.add(f"options_{name}", partial(attend, options=options, biased=biased), *types, by_max=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GRAPHS)
 def test_options_in_a_graph(name):
     q_dtype, kv_dtype, options, biased, rel = GRAPHS[name]

@@ -174,6 +174,7 @@ def test_norms(dtype, name, shape):
         assert_mostly_equal(found, (offset_weight * scaled).astype(dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "of_weight"), [("float32", "bfloat16"), ("bfloat16", "float32")])
 def test_a_weight_is_rounded_to_its_own_dtype_and_to_that_of_the_norm(dtype, of_weight):
     x, weight = sample(dtype, 50, 40), sample(of_weight, 40, seed=1)
@@ -198,6 +199,7 @@ def test_a_norm_of_what_is_not_finite_says_so_in_its_row_alone(column, dtype):
         assert_bits_equal(found[::2], before[::2], what="the other rows")
 
 
+@pytest.mark.slow
 def test_a_norm_squares_the_greatest_float16_numbers():
     x = np.full((1, 40), 60_000, np.float16)
     assert_bits_equal(execute("norm_plain_float16", x, np.ones(40, np.float16)), np.ones_like(x), what="y")
@@ -336,6 +338,7 @@ def test_columns_that_are_not_there_are_refused(first, width, groups):
             ops.take_columns(x.tensor, first, width, groups=groups)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_number_is_widened_to_the_bit(dtype):
     """-0, subnormal numbers and infinities too; NaN stays NaN."""

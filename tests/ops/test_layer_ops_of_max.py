@@ -57,6 +57,7 @@ for name, (make, types) in GRAPHS.items():
     op_graphs.add(f"layer_{name}_of_max", partial(of_max, make=make), *types, by_max=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["activations", "rows"])
 def test_a_gpu_computes_the_same(name):
     rng = np.random.default_rng(0)

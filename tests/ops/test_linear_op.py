@@ -161,6 +161,7 @@ def test_a_group_gives_the_bits_of_its_members(pair, m):
             assert_bits_equal(y, linear(x, member), what=f"{columns} columns, the member of {len(member)}")
 
 
+@pytest.mark.slow
 def test_a_group_with_weights_of_another_depth_is_refused():
     x, w = operands(("float32", "float32"), 3, 4, 8)
     with refused("w", 7, 8):

@@ -205,6 +205,7 @@ def test_a_row_alone_gives_the_bits_it_gives_in_company(encoding, rows):
     assert_bits_equal(product(x, blocks[16:48].copy(), encoding), together[:, 16:48].copy(), what="some columns")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [0, 1, 3, 40])
 def test_a_group_gives_the_bits_of_its_members(rows):
     x = activations(rows, 512) if rows else np.zeros((0, 512), np.float32)
@@ -214,6 +215,7 @@ def test_a_group_gives_the_bits_of_its_members(rows):
         assert_bits_equal(y, product(x, w, encoding), what=encoding)
 
 
+@pytest.mark.slow
 def test_bfloat16_activations():
     x = activations(5, 512).astype("bfloat16")
     blocks = random_blocks("Q4_K", 35, 512)
@@ -253,6 +255,7 @@ def test_experts_give_the_bits_of_their_linear_layers(encoding, tokens, choices)
     assert_bits_equal(y, of_each_expert(x, experts, stack, encoding), what="y")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [0, 1, 40])
 def test_stacks_of_several_encodings_and_a_row_of_x_for_each_choice(tokens):
     x, experts = activations(max(3 * tokens, 1), 512)[: 3 * tokens].reshape(tokens, 3, 512), choose(tokens, 3, 6)
@@ -294,6 +297,7 @@ def test_rows(encoding, tokens):
     assert_bits_equal(rows_of(chosen, blocks, encoding), dequantise(blocks, encoding)[chosen], what=encoding)
 
 
+@pytest.mark.slow
 def test_what_the_op_refuses():
     x = np.zeros((2, 512), np.float32)
     with refused("w", row_bytes("Q4_K", 256), row_bytes("Q4_K", 512)):

@@ -116,6 +116,7 @@ def assert_states(found, before, expected, plan):
     np.testing.assert_array_equal(found.view(np.uint32)[rest], before.view(np.uint32)[rest])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", [2, 4])
 @pytest.mark.parametrize("activation", ["silu", "none"])
 def test_convolutions_see_the_last_inputs_of_their_request(activation, kernel):
@@ -244,6 +245,7 @@ def test_recurrences_are_those_of_float64_in_both_forms(name):
     assert_states(found_states[..., :VALUES].copy(), unblocked(before)[..., :VALUES].copy(), states, plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["delta_two", "scan_mamba"])
 def test_a_text_in_pieces_is_the_text_at_once(name):
     """To the last bit, wherever its states are saved: what is in a step changes no token."""
@@ -272,6 +274,7 @@ def test_gates_at_their_ends_forget_all_and_learn_nothing():
     assert (matrices[1, LAYER] == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_gated_norms(dtype, groups):

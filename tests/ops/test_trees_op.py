@@ -66,6 +66,7 @@ def tokens_of_row(rows, r):
     return [j for j in range(length) if j < first or bits[start + j - first]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("seed", range(12))
 def test_each_row_has_its_slot_its_position_and_its_mask(seed, window):
@@ -87,12 +88,14 @@ def test_each_row_has_its_slot_its_position_and_its_mask(seed, window):
     assert (rows["batch"][offsets[-1] :] == -1).all()
 
 
+@pytest.mark.slow
 def test_a_text_without_branches_needs_no_mask():
     """So a prompt may be longer than the largest tree."""
     rows = tree_rows(range(-1, 299), [0, 300], [7])
     assert (rows["mask_starts"] == -1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parents", "offsets", "cached", "words"),
     [
@@ -162,6 +165,7 @@ def expected_after(cache, moves):
     return arrays
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", BLOCKS, ids=lambda storage: f"{storage[1]}{storage[0]}")
 @pytest.mark.parametrize("seed", range(4))
 def test_moves_in_every_layout_and_layer(storage, seed):
@@ -197,6 +201,7 @@ def test_codes_move_with_their_scales():
     assert_bits_equal(after, before, what="pages")
 
 
+@pytest.mark.slow
 def test_moves_in_a_view_leave_what_lies_between():
     cache = build(case_of((4, "NHD")))
     whole = np.random.default_rng(0).integers(0, 2**16, (2, *cache.k_blocks.shape[:3], 40), np.uint16)
@@ -212,6 +217,7 @@ def test_moves_in_a_view_leave_what_lies_between():
     assert_bits_equal(whole, expected, what="the array behind the view")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", [(4, "NHD"), (6, "NHD")], ids=str)
 @pytest.mark.parametrize(
     ("moves", "words"),
@@ -232,6 +238,7 @@ def test_moves_that_are_refused(storage, moves, words):
         move(storage, cache, moves)
 
 
+@pytest.mark.slow
 def test_two_requests_may_not_meet_in_a_slot():
     cache = build(case_of((5, "HND")))
     cache.lookup_table[2, 0] = cache.lookup_table[0, 1]
@@ -239,6 +246,7 @@ def test_two_requests_may_not_meet_in_a_slot():
         move((5, "HND"), cache, [(0, 7, 6), (2, 3, 2)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [1, 2])
 def test_moves_of_several_lengths_are_refused(cut):
     cache = build(case_of((5, "HND")))

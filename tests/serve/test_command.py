@@ -57,6 +57,7 @@ def test_it_says_what_was_chosen_and_ends_when_its_requests_have(tmp_path, end):
         assert "Traceback" not in server.log.read_text()
 
 
+@pytest.mark.slow
 def test_a_second_server_is_told_that_the_port_is_taken(tmp_path):
     with guarded(tmp_path, key="") as server:
         command = [*psutil.Process(server.process.pid).cmdline()[:2], "serve", "--demo", "--port", str(server.port)]
@@ -191,6 +192,7 @@ def test_sampling_of_the_model_is_said_and_can_be_left(serve, tmp_path):
         serve(str(tmp_path))
 
 
+@pytest.mark.slow
 def test_every_capability_of_the_engine_together(tmp_path):
     """Codes in the cache, rotation, speculation, prefixes on disk and a thread: a restarted server finds the prefix."""
     flags = [
@@ -216,6 +218,7 @@ def test_every_capability_of_the_engine_together(tmp_path):
     assert cached > 30
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_say_that_it_is_ready_ends():
     command = [str(Path(sys.executable).with_name("paged-kv")), "serve", "--demo", "--port", "0"]
     with open("/dev/full", "w") as full:

@@ -101,6 +101,7 @@ def test_a_connection_that_says_nothing_is_closed_without_a_word(server):
     assert rest(connect(server)) == b""
 
 
+@pytest.mark.slow
 def test_the_second_head_of_a_connection_has_its_time_too(server):
     with connect(server, GET) as opened:
         assert opened.recv(1 << 16).startswith(b"HTTP/1.1 200")
@@ -137,6 +138,7 @@ def test_what_is_no_request(server, sent):
     assert status_of(rest(connect(server, GET.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")))) == 200
 
 
+@pytest.mark.slow
 def test_one_connection_too_many(server):
     """It is told so; where one of the others is idle, that one makes room."""
     busy = [connect(server, SLOW) for _ in range(LIMIT - 1)]
@@ -163,6 +165,7 @@ def test_a_client_that_does_not_read_is_left(server):
         opened.recv(1)
 
 
+@pytest.mark.slow
 def test_what_the_servers_end_cuts_is_told_so(server):
     waiting, begun = connect(server, SLOW), connect(server, b"GET /v1/mod")
     time.sleep(0.2)

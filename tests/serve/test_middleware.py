@@ -49,6 +49,7 @@ def running(server):
         return len(json.load(pool)["requests"])
 
 
+@pytest.mark.slow
 def test_the_key_opens_and_no_other_does(server):
     answered = client(server).completions.create(model="demo", prompt="x", max_tokens=2)
     assert answered.usage.completion_tokens == 2
@@ -172,6 +173,7 @@ def test_wrong_values_in_right_requests(server, path):
     assert server.complete("x", max_tokens=2)["usage"]["completion_tokens"] == 2
 
 
+@pytest.mark.slow
 def test_memory_after_large_requests_that_were_refused(server):
     """A tenth sends all of its 30 MB, a tenth a body that only its prompt makes too long; the others send no more once
     they have their answer.
@@ -207,6 +209,7 @@ def test_a_body_just_within_the_limit_is_refused_for_its_prompt(server):
     assert "length is 4096 tokens. However, your prompt resulted in 250000 characters" in said["message"]
 
 
+@pytest.mark.slow
 def test_half_a_minute_among_rude_clients(server):
     """All others get their tokens, and no rude one does. How long they wait is held by tests/serve/soak.py alone."""
     soaked = soak(server, 25)
@@ -216,6 +219,7 @@ def test_half_a_minute_among_rude_clients(server):
     assert ask(server, 1, 0.1)
 
 
+@pytest.mark.slow
 def test_what_sigterm_cuts_is_told_so(server):
     """The last test of its server: a plain request gets 503, a stream an event."""
     cut = {}

@@ -30,6 +30,7 @@ def ask(server, given, stream=False, **options):
     return answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_conversation_with_tools(tools, stream):
     said = [{"role": "user", "content": "What is the weather?"}]

@@ -273,6 +273,7 @@ def test_an_operator_sees_where_the_time_of_steps_goes(held):
         Profiling(held.engine.model)
 
 
+@pytest.mark.slow
 def test_prompts_keep_others_waiting_no_longer_than_they_may():
     """A step that is too long is followed by shorter ones; alone, a prompt takes all of a step."""
     engine = load(FOLDER, num_pages=512, page_size=16, dtype="float32", max_step_tokens=256, max_gap=0.05)

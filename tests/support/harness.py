@@ -24,6 +24,7 @@ from paged_kv.kv_formats import CODE_DTYPES
 from paged_kv.reference import cache_views
 from paged_kv.runtime.session import GraphRuntime, Runtime, default_runtime
 from paged_kv.runtime.variants import Variant
+from support import tiers
 from support.cases import DTYPES
 from support.compare import assert_bits_equal
 from support.op_graphs import one_process_at_a_time
@@ -131,23 +132,23 @@ def graphs() -> Runtime:
 def _variants() -> list[Variant]:
     """Return what calls of tests/api execute."""
     copies = [Variant(op, bits, bits) for bits in BITS.values() for op in ("append", "gather")]
-    merges = [Variant("merge", DType[dtype], DType[dtype]) for dtype in DTYPES]
-    attentions = [Variant("attention", DType[q], DType[kv]) for q, kv in PAIRS]
+    merges = [Variant("merge", DType[dtype], DType[dtype]) for dtype in tiers.of(DTYPES)]
+    attentions = [Variant("attention", DType[q], DType[kv]) for q, kv in tiers.of(PAIRS)]
     return [*copies, *merges, *attentions]
 
 
 def _graph_variants() -> list[Variant]:
     """Return what tests/ops execute, and tests/api where the CPU stands in for a GPU."""
-    masked = [Variant("masked_attention", DType[q], DType[kv]) for q, kv in MASKED_PAIRS]
-    latent = [Variant("mla_attention", DType[q], DType[kv]) for q, kv in LATENT_PAIRS]
-    codes = [(DType[q], STORED[kv]) for q, kv in CODE_PAIRS]
-    of_codes = [Variant(op, *codes[i]) for i in (0, 1, -1) for op in ("append", "gather")]
+    masked = [Variant("masked_attention", DType[q], DType[kv]) for q, kv in tiers.of(MASKED_PAIRS)]
+    latent = [Variant("mla_attention", DType[q], DType[kv]) for q, kv in tiers.of(LATENT_PAIRS)]
+    codes = [(DType[q], STORED[kv]) for q, kv in tiers.of(CODE_PAIRS)]
+    of_codes = [Variant(op, *pair) for pair in codes[:2] + codes[-1:] for op in ("append", "gather")]
     of_codes += [*(Variant("attention", *pair) for pair in codes), Variant("masked_attention", *codes[-1])]
     others = [
         Variant(op, DType[q], DType[q], DType[o]) for op in ("attention", "masked_attention") for q, o in OTHER_OUTPUTS
     ]
     found = [*_variants(), *masked, *latent, *of_codes, *others]
-    return [one for one in found if one.op in ("append", "gather") or one.dtype.name in DTYPES]
+    return [one for one in dict.fromkeys(found) if one.op in ("append", "gather") or one.dtype.name in DTYPES]
 
 
 @cache
@@ -167,13 +168,13 @@ def libraries() -> None:
 @cache
 def masked_libraries() -> None:
     """Builds those of masked attention."""
-    default_runtime().load([Variant("masked_attention", DType[q], DType[kv]) for q, kv in MASKED_PAIRS])
+    default_runtime().load([Variant("masked_attention", DType[q], DType[kv]) for q, kv in tiers.of(MASKED_PAIRS)])
 
 
 @cache
 def code_libraries() -> None:
     """Builds those of caches of codes."""
-    default_runtime().load([Variant("attention", DType[q], STORED[kv]) for q, kv in CODE_PAIRS])
+    default_runtime().load([Variant("attention", DType[q], STORED[kv]) for q, kv in tiers.of(CODE_PAIRS)])
 
 
 def attention(

@@ -9,6 +9,7 @@ from max.dtype import DType
 from paged_kv.options import LatentOptions
 from paged_kv.runtime.session import default_runtime
 from paged_kv.runtime.variants import Variant
+from support import tiers
 from support.harness import HOST, NONE, Place
 from support.harness import LATENT_PAIRS as PAIRS
 
@@ -88,7 +89,7 @@ def load_variants() -> None:
 
 
 def _variants() -> list[Variant]:
-    return [Variant("mla_attention", DType[q], DType[kv]) for q, kv in PAIRS]
+    return [Variant("mla_attention", DType[q], DType[kv]) for q, kv in tiers.of(PAIRS)]
 
 
 def mla_attention(

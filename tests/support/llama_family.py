@@ -9,6 +9,7 @@ from max.dtype import DType
 
 from paged_kv.engine.model import DecoderModel
 from paged_kv.kv_formats import KVFormat
+from support.made import Made
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,11 @@ class Member:
 
 
 def load_family(members: dict[str, Member]) -> dict[str, DecoderModel]:
-    """Every member as `DecoderModel.from_folder` gives it."""
-    return {
-        name: DecoderModel.from_folder(
+    """Every member as `DecoderModel.from_folder` gives it, when it is first asked for."""
+
+    def make(name: str) -> DecoderModel:
+        member = members[name]
+        return DecoderModel.from_folder(
             member.folder,
             dtype=member.dtype,
             num_pages=member.num_pages,
@@ -35,8 +38,8 @@ def load_family(members: dict[str, Member]) -> dict[str, DecoderModel]:
             kv_format=member.kv_format,
             cache_rotation=member.cache_rotation,
         )
-        for name, member in members.items()
-    }
+
+    return Made(make)
 
 
 def poison(model: DecoderModel) -> None:

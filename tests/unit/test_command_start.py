@@ -30,6 +30,7 @@ main()
 GENERATE = ["generate", "--model", str(FOLDER)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "command"),
     [

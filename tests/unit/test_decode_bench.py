@@ -137,6 +137,7 @@ def checkout(monkeypatch, tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_update_pages_adds_this_family_to_the_others(checkout):
     out = checkout / "benchmarks/results/decode_cpu"
     for family, more in (("sapphirerapids", []), ("znver5", ["--update-pages"])):

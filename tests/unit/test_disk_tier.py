@@ -255,6 +255,7 @@ def test_what_a_killed_writer_left_is_removed(tmp_path):
     assert bytes_in(tmp_path, pages_only=True) > 10_000
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_leaves_a_folder_within_its_limit(tmp_path):
     """Two write at once and both are killed at some moment, 20 times; the next ones find what they left."""
     program = [sys.executable, "-m", "support.disk_folders", tmp_path, os.environ.get("PAGED_KV_KILLS", "20")]
@@ -378,6 +379,7 @@ def test_what_is_wrong_with_an_engines_tier_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_held_up_holds_no_step_up(tmp_path, monkeypatch):
     """Another process has the lock and keeps it."""
     monkeypatch.setattr(disk_tier, "LOCK_SECONDS", 1.0)
@@ -400,6 +402,7 @@ def test_a_writer_that_is_held_up_holds_no_step_up(tmp_path, monkeypatch):
     assert bytes_in(tmp_path, pages_only=True) > 0  # what the queue had a place for
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_200_requests_in_turns_of_engines_on_one_folder_get_their_own_tokens(tmp_path, temperature):
     """Shared, forked, aborted, preempted; the limit is less than they write."""

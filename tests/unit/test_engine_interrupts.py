@@ -39,6 +39,7 @@ def play(ledger: Ledger) -> None:
     ledger.finish()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "structures", "drafts", "disk"])
 def test_an_interrupt_anywhere_loses_nothing_and_changes_nothing(kind, tmp_path):
     if kind == "structures":
@@ -68,6 +69,7 @@ def test_an_interrupt_anywhere_loses_nothing_and_changes_nothing(kind, tmp_path)
     assert (restored > 20) == (kind == "disk")
 
 
+@pytest.mark.slow
 def test_a_stream_that_was_interrupted_goes_on():
     def make() -> tuple[Ledger, OutputStream]:
         ledger = Ledger(Engine(FakeModel(20, 3), Letters()), {0: Asked([1, 2], DRAWN, 2)})
@@ -144,6 +146,7 @@ def test_a_namespace_that_turns_hostile_later_harms_nobody():
     Hostile.calm = True  # for the weak reference to it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leave", ["close", "drop", "drop in a thread"])
 @pytest.mark.parametrize("taken", [0, 1])
 def test_a_stream_that_nobody_reads_is_aborted(leave, taken):

@@ -12,6 +12,7 @@ from support.engine_runs import KINDS, run
 from support.fake_model import VOCAB, FakeModel, alone, logits_after
 
 
+@pytest.mark.slow
 def test_every_kind_of_sampling_gets_its_own_tokens_beside_the_others_and_after_preemptions():
     rng = np.random.default_rng(6)
     for num_pages in (400, 24):

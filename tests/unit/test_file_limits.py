@@ -183,6 +183,7 @@ def results(tmp_path_factory):
     return done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", TEMPLATES)
 def test_a_template_that_takes_too_much_is_refused(results, words):
     wrong = {text: results[text] for text in TEMPLATES[words] if words not in results[text]}

@@ -134,6 +134,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "architecture", "attention"),
     [("gpu", "cuda sm_90a 0", "attention_bfloat16_bfloat16"), ("cpu", "", "pages_bfloat16_bfloat16")],
@@ -194,6 +195,7 @@ print(version("paged_kv"))
 """
 
 
+@pytest.mark.slow
 def test_the_package_is_laid_out_as_it_is_installed(tmp_path):
     """Every source is there, where imports find it, of a package that was installed without `-e` too: keys of compiled
     graphs are digests of these files.

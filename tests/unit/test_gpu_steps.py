@@ -123,6 +123,7 @@ while not left.exists() or not left.read_text().endswith("\\n"):
     assert has_ended(int(left.read_text()))
 
 
+@pytest.mark.slow
 def test_a_step_without_time_left_is_written_down(ran, monkeypatch):
     # At the start of all, before the first step, at its start; then it has taken 1.25 s.
     times = chain([0.0] * 3, repeat(1.25))
@@ -179,6 +180,7 @@ def test_the_hosts_environment(tmp_path, monkeypatch):
     assert env["PYTHONPATH"].split(os.pathsep)[0] == str(tmp_path / "site")
 
 
+@pytest.mark.slow
 def test_each_test_of_a_step_is_a_row(ran, tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "test_it.py").write_text(

@@ -40,6 +40,7 @@ def compiles(monkeypatch):
     return done
 
 
+@pytest.mark.slow
 def test_every_bundle_of_every_target_is_compiled_and_found(tmp_path, compiles):
     assert build(BUNDLES, tmp_path) == []
     assert sorted(compiles) == sorted((target, name) for target in TARGETS for name in BUNDLES)

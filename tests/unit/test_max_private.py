@@ -110,6 +110,7 @@ def test_the_users_of_a_row_use_it(title):
     assert wrong == []
 
 
+@pytest.mark.slow
 def test_no_other_private_name_of_max_is_used():
     unknown = [
         f"{use.file.relative_to(ROOT)}:{use.line}: {use.name}"
@@ -119,12 +120,14 @@ def test_no_other_private_name_of_max_is_used():
     assert unknown == [], f"write it into a table of {PAGE.relative_to(ROOT)}, with what it is for"
 
 
+@pytest.mark.slow
 def test_every_private_name_of_a_table_is_used():
     ends = {use.name.rpartition(".")[2] for use in used()}.union(OVERRIDDEN)
     named = {each.name for title in ("Private names", "Private names of MAX Serve") for each in private_names(title)}
     assert {name for name in named if name.rpartition(".")[2] not in ends} == set()
 
 
+@pytest.mark.slow
 def test_no_other_environment_variable_of_max_is_used():
     assert variables(checkout()) == {each.name for each in private_names("Environment variables")}
 

@@ -30,6 +30,7 @@ def test_a_stdout_that_fails_is_one_line_and_a_status(tmp_path, command, unbuffe
     assert found == (1, "", REASONS[stdout])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stderr", BROKEN)
 def test_a_stderr_that_fails_changes_no_status(tmp_path, stderr):
     status, out, _ = run(["--version"], tmp_path, stderr=stderr)
@@ -93,6 +94,7 @@ def test_any_width_of_the_terminal(monkeypatch, capsys, arguments, width):
     assert out
 
 
+@pytest.mark.slow
 def test_a_terminal_of_one_column():
     """A real one, which says itself how wide it is."""
     for arguments in COMMANDS.values():

@@ -117,12 +117,14 @@ def builds(tools, tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 def test_two_builds_have_the_same_bytes(builds):
     for one, other in zip(*builds, strict=True):
         assert one.name == other.name
         assert hashlib.sha256(one.read_bytes()).digest() == hashlib.sha256(other.read_bytes()).digest(), one.name
 
 
+@pytest.mark.slow
 def test_the_checkout_makes_the_wheel_of_the_sdist(tools, builds, tmp_path):
     sdist, wheel = builds[0]
     tools["release"].copy_sources(ROOT, tmp_path / "source")
@@ -134,6 +136,7 @@ def test_the_checkout_makes_the_wheel_of_the_sdist(tools, builds, tmp_path):
     assert sdist.name == f"paged_kv-{VERSION}.tar.gz"
 
 
+@pytest.mark.slow
 def test_the_archives_have_what_they_need(builds):
     sdist, wheel = builds[0]
     with zipfile.ZipFile(wheel) as archive:

@@ -145,6 +145,7 @@ def test_random_rows_and_options_give_the_oracles_tokens(seed):
     assert drawn(logits, sampling, numbers) == ids[np.minimum(places, ids.size - 1)].tolist()
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_what_transformers_keeps():
     random = np.random.default_rng(8)
     for seed in range(12):

@@ -130,6 +130,7 @@ def test_the_rate_is_of_the_time_when_all_are_answered():
         decode_rate([early, Stream(0.0, [5.0, 6.0], 2)])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fakes")
 def test_servers_take_turns(tmp_path):
     keys = ("ours-bf16", "max-f32", "vllm-bf16", "llama-bf16")

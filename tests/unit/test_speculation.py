@@ -66,6 +66,7 @@ def test_outputs_are_those_without_guesses(draft):
     assert engine.statistics.decode_tokens == sum(len(one) - 1 for one in found[0])
 
 
+@pytest.mark.slow
 def test_drawn_tokens_have_the_models_distribution():
     """Chi-square of the second token after a prompt, which is judged as a draft that is right or wrong."""
     count, prompt = 2000, [1, 2, 3]

@@ -62,6 +62,7 @@ def is_valid(schema, text):
     return validator(schema, format_checker=validator.FORMAT_CHECKER).is_valid(json.loads(text))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0, 1.5])
 def test_what_finished_is_valid_and_what_was_cut_says_so(tokenizer, temperature):
     engine, asked = Engine(Nonsense(4000), tokenizer), schemas(200)
@@ -171,6 +172,7 @@ def test_what_is_hostile_is_refused_or_followed_within_bounds(tokenizer, name):
         assert last.finish in ("length", "stop")
 
 
+@pytest.mark.slow
 def test_what_would_end_the_process_or_take_minutes_is_refused(tokenizer):
     chain = "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(9000))
     remainders = {"allOf": [{"type": "integer", "multipleOf": each} for each in (9973, 9967, 9949, 9941)]}
@@ -216,6 +218,7 @@ def test_errors_name_the_place(tokenizer):
             make()
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(150))
 @given(VALUES)
 @example({"patternProperties": 5})
@@ -299,6 +302,7 @@ def test_json_lines_have_structures(tokenizer, tmp_path: Path):
     assert fifth.sampling.structured_output == NAME
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(100))
 @given(VALUES, VALUES, VALUES)
 def test_no_line_ends_the_others(tokenizer, value, schema, prompt):

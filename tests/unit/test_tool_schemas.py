@@ -311,6 +311,7 @@ def test_a_named_tool_is_called_once(vocabulary, name):
     assert is_whole[-1]
 
 
+@pytest.mark.slow
 def test_text_that_ends_in_mid_answer_was_found_before_the_first_token(vocabulary):
     _, compiler = vocabulary
     compiler.compile(JsonSchema(wide(520)))

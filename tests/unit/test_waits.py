@@ -46,6 +46,7 @@ def _target(node: ast.Assign) -> str:
     return node.targets[0].id if isinstance(node.targets[0], ast.Name) else ""
 
 
+@pytest.mark.slow
 def test_every_wait_has_a_limit():
     found = {file.relative_to(TESTS).as_posix(): endless(ast.parse(file.read_text())) for file in TESTS.rglob("*.py")}
     for name in LOOK_AT_THE_CLOCK:
@@ -83,6 +84,7 @@ sys.stdin.read()
     assert has_ended(child)
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_end_is_ended_with_its_children():
     """The child has the pipe too: reading ends once both are gone."""
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"

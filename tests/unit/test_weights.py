@@ -82,6 +82,7 @@ def test_shards_that_transformers_saved(tmp_path, tied):
     assert_same(loaded, {name: state[name] for name in loaded})
 
 
+@pytest.mark.slow
 def test_arrays_outlive_the_checkpoint_and_what_older_ones_carry_is_ignored(tiny):
     folder, _, tensors = tiny
     config = read_config(folder, tie_word_embeddings=True)
