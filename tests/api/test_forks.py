@@ -8,7 +8,7 @@ import pytest
 
 pytestmark = pytest.mark.usefixtures("decode_variants")  # on disk, for the programs
 
-PROGRAM = Path(__file__).parents[1] / "support" / "forking.py"
+PROGRAM = Path(__file__).parent / "forking.py"
 SECONDS = 300
 """The time of one program, which takes two to seven. A child without MAX's threads would wait for ever."""
 

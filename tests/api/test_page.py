@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from api.paging import all_tokens, blocks, expected_blocks, page_table
 from paged_kv import reference
 from paged_kv.arrays.host import as_numpy
 from paged_kv.page import (
@@ -16,7 +17,6 @@ from paged_kv.page import (
 )
 from support.cases import CacheCase, build, emptied, normal
 from support.kinds import PLACED, bytes_of, make
-from support.paging import all_tokens, blocks, expected_blocks, page_table
 from support.properties import examples
 
 DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float64")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from support.browser import browser
+from browser.browser_page import browser
 from support.guarded_server import guarded
 
 SEND = 'by("message").value = "In the beginning"; by("ask").requestSubmit();'

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from paged_kv.errors import CheckpointError
-from support.config_keys import Case
 from support.families import CASES, LATENT_CASES
+from unit.config_keys import Case
 
 NAMES = sorted({*CASES, *LATENT_CASES} - {"lite"})  # "v2" has the switches of "lite"
 VALUES = 2

@@ -16,9 +16,9 @@ from paged_kv.engine.engine import Engine
 from paged_kv.engine.prefix_file import expected, pack
 from paged_kv.engine.requests import Sampling
 from paged_kv.errors import ContractError, ContractTypeError
-from support.disk_folders import bytes_in
 from support.engine_runs import Ledger
 from support.fake_model import VOCAB, FakeModel, alone
+from unit.disk_folders import bytes_in
 
 PROMPT = np.random.default_rng(0).integers(0, VOCAB, 300).tolist()
 FIVE = Sampling(5)
@@ -258,7 +258,7 @@ def test_what_a_killed_writer_left_is_removed(tmp_path):
 @pytest.mark.slow
 def test_a_process_that_is_killed_leaves_a_folder_within_its_limit(tmp_path):
     """Two write at once and both are killed at some moment, 20 times; the next ones find what they left."""
-    program = [sys.executable, "-m", "support.disk_folders", tmp_path, os.environ.get("PAGED_KV_KILLS", "20")]
+    program = [sys.executable, "-m", "unit.disk_folders", tmp_path, os.environ.get("PAGED_KV_KILLS", "20")]
     path = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run(program, env=path, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stderr

@@ -11,7 +11,7 @@ from paged_kv.checkpoint.hub import located
 from paged_kv.checkpoint.source import open_source
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.errors import CheckpointError
-from support.hub import GATED, serving
+from unit.hub import GATED, serving
 
 DEMO = {file.name: file.read_bytes() for file in FOLDER.iterdir() if file.suffix in (".json", ".safetensors")}
 OTHERS = {"README.md": b"words", "consolidated.safetensors": b"twice", "original/model.safetensors": b"thrice"}

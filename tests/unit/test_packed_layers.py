@@ -17,8 +17,8 @@ from paged_kv.errors import CheckpointError
 from paged_kv.graphs.models.fields import Fields
 from support.checkpoints import make_checkpoint, rewrite, to_torch, write_config
 from support.gguf_blocks import dequantise
-from support.packed_layers import K, N, as_torch, make, quantise
 from support.refusals import refused
+from unit.packed_layers import K, N, as_torch, make, quantise
 
 KINDS = [
     "gptq 4", "gptq 8", "gptq 4 v2", "gptq 4 order", "gptq 8 rows", "awq 4", "awq 4 rows",

@@ -1,5 +1,7 @@
 """A step as a program without its kernels: sizes, the arena, the numbers of calls, what is not known."""
 
+import re
+
 import numpy as np
 import pytest
 from max.dtype import DType
@@ -7,6 +9,7 @@ from max.dtype import DType
 from paged_kv.engine.step import demo_libraries
 from paged_kv.graphs.encodings import ENCODINGS, row_bytes
 from paged_kv.graphs.models import decoder
+from paged_kv.graphs.ops import kernels
 from paged_kv.runtime import libraries, program_ops
 from paged_kv.runtime.graph_reading import Operation, ReadGraph, UnknownGraph, Value, Word, product
 from paged_kv.runtime.libraries import Kernel
@@ -22,7 +25,6 @@ from paged_kv.runtime.program_ops import (
     calls_of,
     calls_of_all,
 )
-from support.mojo_names import mojo_tuple
 
 T, B = Word(0, 1, "T"), Word(0, 1, "B")
 
@@ -206,6 +208,12 @@ def test_an_input_of_another_dtype_or_shape_is_refused():
         inputs = [*good[:index], wrong, *good[index + 1 :]]
         with pytest.raises(Exception, match=f"input {index}: got "):
             program._sizes(inputs)
+
+
+def mojo_tuple(file, name):
+    """The members of `comptime NAME = (...)` in a Mojo file, in lower case and without `DType.`."""
+    (members,) = re.findall(rf"^comptime {name} = \(([^)]*)\)", (kernels() / file).read_text(), re.MULTILINE)
+    return [each.strip().removeprefix("DType.").lower() for each in members.split(",")]
 
 
 @pytest.mark.parametrize(

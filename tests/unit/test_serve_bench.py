@@ -31,7 +31,7 @@ from paged_kv.engine.demo import EOS_ID, byte_tokenizer
 from paged_kv.engine.tokenizer import Tokenizer as EngineTokenizer
 from paged_kv.errors import ContractError
 
-FAKE = Path(__file__).resolve().parent.parent / "support" / "fake_server.py"
+FAKE = Path(__file__).resolve().parent / "fake_server.py"
 FACTS = {"machine": "a machine", "date": "2026-11-22", "commit": "abc"}
 CASE = ServeCase("small", 1, 64)
 

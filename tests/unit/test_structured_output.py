@@ -22,7 +22,7 @@ from paged_kv.errors import ContractError, ContractTypeError, PagedKVError, Tool
 from paged_kv.structured_output import MOST_CHARACTERS, StructureCompiler
 from support.fake_model import Nonsense
 from support.properties import examples
-from support.structure_cases import HOSTILE, VALUES, schemas
+from unit.structure_cases import HOSTILE, VALUES, schemas
 
 jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")
