@@ -1,6 +1,7 @@
 """Options of every test run: tiers by folder, workers, the order of files, Hypothesis profiles."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,9 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's job in the background ignores it: tests send it
     for folder, meaning in FOLDERS.items():
         config.addinivalue_line("markers", f"{folder}: tests/{folder}: {meaning}")
     config.addinivalue_line("markers", f"quick: {', '.join(tiers.FOLDERS)}, in few cases and without what is `slow`")

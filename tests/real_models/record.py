@@ -19,7 +19,7 @@ NEW_TOKENS = 24
 
 
 def answers(file: str) -> dict[str, object]:
-    """What the model in a file makes of the text and of a beginning."""
+    """The answers of the model in a file: of the text and of a beginning."""
     model = llama_cpp.Llama(file, n_ctx=TOKENS, n_batch=TOKENS, logits_all=True, verbose=False, seed=0)
     text = (FOLDER / "english.txt").read_bytes()
     tokens = model.tokenize(text)[:TOKENS]

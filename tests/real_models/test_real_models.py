@@ -77,7 +77,7 @@ def text_after(engine, prompt, **sampling):
 
 
 def logprobs(engine, tokens):
-    """Of each token but the first: its log-probability, and that of the most likely one."""
+    """The log-probability of each token but the first, and that of the most likely one."""
     of_prompt = [
         each for output in outputs(engine, tokens, max_tokens=1, prompt_logprobs=1) for each in output.prompt_logprobs
     ]
@@ -98,7 +98,7 @@ def test_text_is_as_likely_as_to_llama_cpp(engine, model):
 
 
 def test_greedy_text(engine, model):
-    """What llama.cpp chooses is the most likely token here too, or nearly: the two round activations in other ways."""
+    """The tokens that llama.cpp chooses are the most likely ones, or nearly: the two round activations in other ways."""
     tokens = [*engine.encode(BEGINNING), *RECORDED[model]["greedy"]]
     at = len(tokens) - len(RECORDED[model]["greedy"])
     behind = [best - chosen for chosen, best in logprobs(engine, tokens)[at - 1 :]]

@@ -14,11 +14,11 @@ import pytest
 FOLDERS = ("unit", "ops", "api", "engine", "serve", "hostile")
 """Those of tests/mojo compile for minutes, and the others need more than a CPU."""
 DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
-"""Of queries, weights and caches; float8 beside bfloat16 alone."""
+"""Those of queries, weights and caches; float8 beside bfloat16 alone."""
 ENCODINGS = ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "MXFP4")
-"""Of weights in blocks."""
+"""Those of weights in blocks."""
 FAMILIES = ("llama", "gemma3", "gpt_oss", "qwen3_next", "lite", "glm4_moe")
-"""Of tests/support/families.py; `lite` is DeepSeek-V2-Lite."""
+"""Cases of tests/support/families.py; `lite` is DeepSeek-V2-Lite."""
 CASES = 2
 """Cases of a test function: the first and the last."""
 WHOLE = ("api/test_contract.py::test_run", "api/test_contract.py::test_plan", "api/test_contract.py::test_function")
@@ -27,7 +27,7 @@ WHOLE += ("engine/test_families.py::test_logits_are_those_of_transformers",)
 HOSTILE_CASES = 250
 
 IS_QUICK = False
-"""Whether this run is of the quick tier: conftest.py says it."""
+"""True in a run of the quick tier: conftest.py says it."""
 
 _OTHERS = {"float16", "float8_e5m2", "int4", "uint8", "uint16", "uint32", "float32 over float8_e4m3fn"}
 
