@@ -98,7 +98,7 @@ def test_text_is_as_likely_as_to_llama_cpp(engine, model):
 
 
 def test_greedy_text(engine, model):
-    """The tokens that llama.cpp chooses are the most likely ones, or nearly: the two round activations in other ways."""
+    """The choice of llama.cpp is the most likely token, or nearly: the two round activations in other ways."""
     tokens = [*engine.encode(BEGINNING), *RECORDED[model]["greedy"]]
     at = len(tokens) - len(RECORDED[model]["greedy"])
     behind = [best - chosen for chosen, best in logprobs(engine, tokens)[at - 1 :]]
