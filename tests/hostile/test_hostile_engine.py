@@ -25,7 +25,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("cases", batches, ids=lambda batch: f"seed {batch[0]}, {batch[1]} to {batch[2]}")
 
 
-@pytest.mark.slow
 def test_requests_get_what_each_gets_alone_whatever_fails_around_them(
     cases: tuple[int, int, int], tmp_path: Path
 ) -> None:

@@ -48,7 +48,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("cases", batches, ids=lambda batch: f"seed {batch[0]}, {batch[1]} to {batch[2]}")
 
 
-@pytest.mark.slow
 def test_files_of_a_model_are_opened_or_refused_by_name(cases: tuple[int, int, int], tmp_path: Path) -> None:
     seed, first, last = cases
     refused, wrong = 0, []
