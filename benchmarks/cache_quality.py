@@ -30,8 +30,8 @@ from max.dtype import DType
 
 from paged_kv.checkpoint.source import open_source
 from paged_kv.engine.demo_model import FOLDER
-from paged_kv.engine.recompute import causal_attention, recompute
 from paged_kv.engine.tokenizer import Tokenizer
+from paged_kv.engine.uncached_forward import causal_attention, recompute
 
 TEXT = Path(__file__).parent / "texts" / "tobit.txt"
 OUTLIERS = [3, 19]

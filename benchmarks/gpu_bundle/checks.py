@@ -154,7 +154,7 @@ def memory(_: str) -> str:
 
 
 def launches(_: str) -> str:
-    from paged_kv.runtime.launches import launched
+    from paged_kv.runtime.kernel_launches import launched
 
     wrapper, q, cache = problem("gpu", "bfloat16")[:3]
     wrapper.run(q, cache)  # loads and places everything

@@ -14,8 +14,8 @@ from max.driver import CPU, Buffer
 from max.dtype import DType
 
 from paged_kv import page
-from paged_kv.arrays import devices, exchange
-from paged_kv.arrays.exchange import copied_to, to_max, to_torch
+from paged_kv.arrays import devices, dlpack_transfer
+from paged_kv.arrays.dlpack_transfer import copied_to, to_max, to_torch
 from paged_kv.arrays.host import HOST, as_numpy
 from paged_kv.arrays.pages import Pages
 from paged_kv.arrays.streams import Streams
@@ -280,7 +280,7 @@ def test_the_stand_in_refuses():
     with pytest.raises(BufferError):
         torch.utils.dlpack.to_dlpack(torch.zeros(3, dtype=torch.float8_e5m2))
     with pytest.raises(BufferError):
-        exchange._received(Buffer(DType.float32, [0], CPU()))
+        dlpack_transfer._received(Buffer(DType.float32, [0], CPU()))
 
 
 @pytest.mark.usefixtures("stand_in")

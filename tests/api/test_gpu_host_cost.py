@@ -13,7 +13,7 @@ import torch
 from max.driver import CPU, Buffer
 from max.dtype import DType
 
-from paged_kv.arrays import exchange
+from paged_kv.arrays import dlpack_transfer
 from paged_kv.arrays.gpu import TorchArrays
 from paged_kv.calls import attend
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper, CUDAGraphBatchDecodeWithPagedKVCacheWrapper
@@ -40,7 +40,7 @@ def crossings(monkeypatch):
         return call
 
     monkeypatch.setattr(torch.utils.dlpack, "to_dlpack", counted("in", torch.utils.dlpack.to_dlpack))
-    monkeypatch.setattr(exchange, "_received", counted("out", exchange._received))
+    monkeypatch.setattr(dlpack_transfer, "_received", counted("out", dlpack_transfer._received))
     monkeypatch.setattr(TorchArrays, "upload", counted("up", TorchArrays.upload))
     return counts
 

@@ -14,7 +14,7 @@ import paged_kv.torch as operators
 from paged_kv.call_layouts import ATTENTION, CACHE_STORAGE, CACHE_TABLE, CACHE_VIEW, MASKS
 from paged_kv.errors import ContractError
 from paged_kv.runtime.libraries import kernel
-from paged_kv.runtime.team import workers
+from paged_kv.runtime.thread_pool import workers
 from paged_kv.torch import attention, cache, memory
 from support.compare import assert_bits_equal, assert_close
 

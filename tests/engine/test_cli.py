@@ -91,7 +91,7 @@ def test_demo_speaks(run):
 
 
 def test_demo_fails_where_a_token_is_wrong(capsys, monkeypatch):
-    from paged_kv.engine import recompute as oracle
+    from paged_kv.engine import uncached_forward as oracle
 
     recompute = oracle.recompute
     monkeypatch.setattr(oracle, "recompute", lambda *args: np.roll(recompute(*args), 1, axis=0))

@@ -13,7 +13,7 @@ from gpu.rules import attention_kernel, block_threads
 from paged_kv.arrays.host import to_buffer, to_numpy
 from paged_kv.graphs import ops
 from paged_kv.reference import cache_views
-from paged_kv.runtime.launches import ATTENTION, Launch, launched
+from paged_kv.runtime.kernel_launches import ATTENTION, Launch, launched
 from paged_kv.runtime.session import Runtime, runtime_on
 from paged_kv.runtime.variants import Variant
 from support.harness import Storage

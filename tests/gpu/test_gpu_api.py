@@ -10,7 +10,7 @@ from gpu.rules import attention_kernel
 from paged_kv import page, reference
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache
 from paged_kv.errors import ContractTypeError
-from paged_kv.runtime.launches import launched
+from paged_kv.runtime.kernel_launches import launched
 from support.cases import CacheCase, build, csr
 from support.compare import assert_bits_equal, assert_close, assert_lse_close
 from support.stand_in import storage_of, tensors

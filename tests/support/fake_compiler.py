@@ -6,7 +6,7 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from paged_kv.runtime import artefacts, compile_key, installed, places
+from paged_kv.runtime import artefact_paths, artefacts, compile_key, installed
 from paged_kv.runtime.compile_key import CompileKey, Sources
 from paged_kv.runtime.cpu_target import CpuInfo, choose_cpu_target
 
@@ -57,7 +57,7 @@ def set_cpu(monkeypatch: pytest.MonkeyPatch, flags: Iterable[str], target: str |
     cpu = CpuInfo("x86_64", "znver5 by its name", frozenset(flags))
     in_force = target or choose_cpu_target(cpu) or ""
     monkeypatch.setattr(CpuInfo, "read", lambda: cpu)
-    for module in (artefacts, compile_key, places):
+    for module in (artefacts, compile_key, artefact_paths):
         monkeypatch.setattr(module, "get_virtual_cpu_target", lambda: in_force)
 
 

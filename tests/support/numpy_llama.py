@@ -8,7 +8,7 @@ from safetensors.numpy import load_file
 
 from paged_kv import reference
 from paged_kv.checkpoint.config import load_config
-from paged_kv.engine.recompute import causal_attention, recompute
+from paged_kv.engine.uncached_forward import causal_attention, recompute
 
 NEAR_TIE = 1e-4
 """Between the log-probabilities of two tokens: float32 may take either."""

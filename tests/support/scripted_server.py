@@ -23,7 +23,7 @@ from paged_kv.serve.application import application
 from paged_kv.serve.backend import Job, Piece
 from paged_kv.serve.connections import GuardedServer
 from paged_kv.serve.ignored import HEADER
-from paged_kv.serve.local import LocalBackend
+from paged_kv.serve.local_backend import LocalBackend
 from paged_kv.serve.metrics import Metrics
 from paged_kv.serve.middleware import Rules
 from paged_kv.serve.served_model import ServedModel

@@ -17,7 +17,7 @@ from paged_kv.engine.demo_model import FOLDER
 from paged_kv.engine.engine import Engine
 from paged_kv.engine.sampling import OF_MODEL
 from paged_kv.serve.application import application
-from paged_kv.serve.local import LocalBackend
+from paged_kv.serve.local_backend import LocalBackend
 from paged_kv.serve.metrics import Metrics
 from paged_kv.serve.profiling import Profiling
 from paged_kv.serve.served_model import ServedModel

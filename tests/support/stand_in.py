@@ -5,7 +5,7 @@ import pytest
 import torch
 from max.driver import CPU, Buffer
 
-from paged_kv.arrays import devices, exchange
+from paged_kv.arrays import devices, dlpack_transfer
 from paged_kv.arrays.gpu import TorchArrays
 from paged_kv.arrays.host import HOST
 from paged_kv.arrays.types import ArrayDevice
@@ -42,7 +42,7 @@ def stand_in(monkeypatch):
     refuse there: float8, and arrays without an element.
     """
     harness.runtime()  # all its graphs, in one compile
-    exported, received = torch.utils.dlpack.to_dlpack, exchange._received
+    exported, received = torch.utils.dlpack.to_dlpack, dlpack_transfer._received
 
     def device_of(**arrays: object) -> ArrayDevice:
         flat = [a for array in arrays.values() for a in (array if isinstance(array, tuple | list) else [array])]
@@ -62,7 +62,7 @@ def stand_in(monkeypatch):
 
     monkeypatch.setattr(devices, "device_of", device_of)
     monkeypatch.setattr(torch.utils.dlpack, "to_dlpack", to_dlpack)
-    monkeypatch.setattr(exchange, "_received", receive)
+    monkeypatch.setattr(dlpack_transfer, "_received", receive)
 
 
 def tensors(array: np.ndarray) -> torch.Tensor:

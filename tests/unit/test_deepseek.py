@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from paged_kv.checkpoint.config import load_config
 from paged_kv.checkpoint.source import open_source
 from paged_kv.checkpoint.weights import SINGLE_FILE, open_checkpoint
-from paged_kv.engine.recompute import recompute
+from paged_kv.engine.uncached_forward import recompute
 from paged_kv.errors import CheckpointError, ContractError
 from paged_kv.graphs.models import decoder
 from paged_kv.graphs.models.config import LatentSizes

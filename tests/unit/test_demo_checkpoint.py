@@ -14,8 +14,8 @@ from paged_kv.checkpoint.config import load_config
 from paged_kv.checkpoint.weights import open_checkpoint
 from paged_kv.engine import demo
 from paged_kv.engine.demo import write_demo_checkpoint
-from paged_kv.engine.recompute import recompute
 from paged_kv.engine.tokenizer import Tokenizer
+from paged_kv.engine.uncached_forward import recompute
 from paged_kv.graphs.models.tensors import expected_tensors
 from support.checkpoints import relative_error
 from support.permissions import permissions_count

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 from max.driver import LaunchTraceEntry
 
-from paged_kv.runtime import launches
-from paged_kv.runtime.launches import Launch, kernel_of, launched
+from paged_kv.runtime import kernel_launches
+from paged_kv.runtime.kernel_launches import Launch, kernel_of, launched
 
 KINDS = LaunchTraceEntry.OperationKind
 
@@ -30,7 +30,7 @@ def entries(monkeypatch):
         yield given
         given += recorded
 
-    monkeypatch.setattr(launches, "launch_trace", launch_trace)
+    monkeypatch.setattr(kernel_launches, "launch_trace", launch_trace)
     return recorded
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from paged_kv.checkpoint.config import load_config
-from paged_kv.engine.recompute import recompute
+from paged_kv.engine.uncached_forward import recompute
 from paged_kv.errors import ContractError
 from paged_kv.graphs.models.tensors import expected_tensors
 from support.checkpoints import LLAMA3, make_checkpoint, relative_error

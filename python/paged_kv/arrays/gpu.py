@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from max.driver import Buffer, Device
 
+from paged_kv.arrays.dlpack_transfer import copied_to, to_max, to_torch, torch_name
 from paged_kv.arrays.dtypes import DTYPES, dtype_of
-from paged_kv.arrays.exchange import copied_to, to_max, to_torch, torch_name
 from paged_kv.arrays.host import HOST, check_storage_of, reason, to_buffer
 from paged_kv.arrays.streams import Streams
 from paged_kv.arrays.types import Shape

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from paged_kv.arrays import devices
+from paged_kv.arrays.autograd_writes import mark_written, refuse_gradients
 from paged_kv.arrays.dtypes import DTYPES
 from paged_kv.arrays.host import HOST
 from paged_kv.arrays.overlap import check_apart
 from paged_kv.arrays.pages import Pages, check_storage
 from paged_kv.arrays.types import ArrayDevice, Shape, namespace
-from paged_kv.arrays.versions import mark_written, refuse_gradients
-from paged_kv.calls.kept import Kept
 from paged_kv.calls.kv_copy import Slots, prepare, write_rows
+from paged_kv.calls.remembered_plan import Kept
 from paged_kv.calls.table import KV_NAMES, Table
 from paged_kv.errors import ContractTypeError, ShapeError
 from paged_kv.kv_formats import FORMATS

@@ -11,10 +11,10 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 
+from paged_kv.arrays.autograd_writes import mark_written
 from paged_kv.arrays.devices import device_of
 from paged_kv.arrays.overlap import Named, check_written
 from paged_kv.arrays.types import ArrayDevice
-from paged_kv.arrays.versions import mark_written
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 
 RequestsT = TypeVar("RequestsT", covariant=True)

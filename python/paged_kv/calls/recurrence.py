@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_kv.arrays import devices
+from paged_kv.arrays.autograd_writes import mark_written, refuse_gradients
 from paged_kv.arrays.host import HOST
 from paged_kv.arrays.overlap import check_written
-from paged_kv.arrays.versions import mark_written, refuse_gradients
 from paged_kv.calls.plan import check_dtype
 from paged_kv.errors import ContractError, ShapeError
 from paged_kv.options import Q_DTYPES

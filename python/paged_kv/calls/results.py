@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from paged_kv.arguments import flag, shown
+from paged_kv.arrays.autograd_writes import mark_written, refuse_gradients
 from paged_kv.arrays.overlap import Named, check_written
 from paged_kv.arrays.types import ArrayDevice
-from paged_kv.arrays.versions import mark_written, refuse_gradients
 from paged_kv.calls.plan import check_array
 from paged_kv.errors import ContractError
 

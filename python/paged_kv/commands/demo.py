@@ -54,9 +54,9 @@ def demo(device: str, **options: Any) -> int:
     from paged_kv.checkpoint.config import load_config
     from paged_kv.engine.demo_model import FOLDER
     from paged_kv.engine.engine import Engine
-    from paged_kv.engine.recompute import recompute
     from paged_kv.engine.step import DEMO_DTYPE
     from paged_kv.engine.tokenizer import Tokenizer
+    from paged_kv.engine.uncached_forward import recompute
 
     say("a Llama of 2 million parameters, trained on the King James Bible (examples/train_demo_model.py)")
     config = load_config(FOLDER)

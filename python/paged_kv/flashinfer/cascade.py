@@ -21,11 +21,11 @@ import numpy as np
 
 from paged_kv.arguments import LARGEST_INDEX, flag, integer
 from paged_kv.arrays import devices
+from paged_kv.arrays.autograd_writes import mark_written, refuse_gradients
 from paged_kv.arrays.dtypes import dtype_of
 from paged_kv.arrays.overlap import check_written
 from paged_kv.arrays.pages import Pages, check_alike, check_layout, token_views
 from paged_kv.arrays.types import ArrayT, CacheArrays, DTypeLike, SupportsDLPack
-from paged_kv.arrays.versions import mark_written, refuse_gradients
 from paged_kv.calls.buffers import Buffer, FixedBuffers
 from paged_kv.calls.levels import NAMES, Level, LevelAttention, LevelRows, Levels, level_arrays
 from paged_kv.calls.merge_states import checked_mask, checked_state, merge, merge_two

@@ -10,7 +10,7 @@ from typing import Any
 from paged_kv.errors import ContractError
 from paged_kv.ray.streams import REFUSED, Clock, Suspects, resumed
 from paged_kv.serve.backend import Busy, Gone, Job, Piece, Status
-from paged_kv.serve.page import together
+from paged_kv.serve.web_page import together
 
 NO_ENGINE = "No engine runs, or could start: the operator's `serve status` says why."
 

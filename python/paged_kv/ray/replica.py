@@ -22,7 +22,7 @@ from paged_kv.ray.placement import claim
 from paged_kv.ray.streams import BEGAN, FAILED, REFUSED
 from paged_kv.serve.backend import Failed, Job, Piece
 from paged_kv.serve.loading import set_up
-from paged_kv.serve.local import LocalBackend
+from paged_kv.serve.local_backend import LocalBackend
 from paged_kv.serve.settings import Settings
 
 DEMO = "demo"

@@ -21,12 +21,12 @@ from max.graph import Module
 
 from paged_kv.errors import ToolchainError
 from paged_kv.graphs.ops import compiled_kernels, kernels
+from paged_kv.runtime.artefact_paths import origin, places
 from paged_kv.runtime.compile_key import CompileKey, Sources, digests_of
 from paged_kv.runtime.cpu_target import CpuInfo, check_cpu_runs
 from paged_kv.runtime.graph_reading import graph_building
 from paged_kv.runtime.installed import InstalledStore
 from paged_kv.runtime.kernel_library import kernel_library
-from paged_kv.runtime.places import origin, places
 from paged_kv.runtime.store import Artefact, Store, user_store
 
 

@@ -33,7 +33,7 @@ from paged_kv.call_layouts import (
     named,
 )
 from paged_kv.runtime.libraries import COPIED, Kernel, kernel, load
-from paged_kv.runtime.team import workers
+from paged_kv.runtime.thread_pool import workers
 from paged_kv.runtime.variants import Variant
 
 Array = np.ndarray[Any, Any]

@@ -4,7 +4,7 @@ A library holds the kernels of one set of dtypes (`Library`). It is built from t
 linker that MAX brings, and kept in the cache folder under the rules of compiled graphs (`store.py`, `compile_key.py`).
 Some 10 s of a build go to what every program has; so those that are missing are built in one file together. Loaded,
 each of its functions is known in the process by its kernel's name (`Kernel.name`): there an op of a graph finds it
-(`mojo_ops/isa/library_call.mojo`). The caller of a function says which threads it may use (`team.py`).
+(`mojo_ops/isa/library_call.mojo`). The caller of a function says which threads it may use (`thread_pool.py`).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from paged_kv.graphs.ops import kernels
 from paged_kv.kv_formats import FORMATS
 from paged_kv.options import FLOAT8_DTYPES, Q_DTYPES
 from paged_kv.runtime.announce import announce
+from paged_kv.runtime.artefact_paths import origin, places
 from paged_kv.runtime.cache_folder import cache_path
 from paged_kv.runtime.compile_key import LibraryKey, Sources, digests_of
 from paged_kv.runtime.cpu_target import CpuInfo, apply_cpu_target, check_cpu_runs
 from paged_kv.runtime.kernel_library import is_packed, kernel_library
-from paged_kv.runtime.places import origin, places
 from paged_kv.runtime.store import Artefact, Store
 
 Function = Callable[[bytes], None]

@@ -25,7 +25,7 @@ from paged_kv.runtime.graph_reading import Array, Operation, ReadGraph, UnknownG
 from paged_kv.runtime.libraries import Kernel, load, text_at
 from paged_kv.runtime.program_ops import MEMBERS, Call, Layers, calls_of_all
 from paged_kv.runtime.step_profile import StepProfile
-from paged_kv.runtime.team import workers
+from paged_kv.runtime.thread_pool import workers
 
 _LINE = 64
 """Bytes of a line of the CPU's caches, on which each slot begins."""

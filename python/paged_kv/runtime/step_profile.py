@@ -13,7 +13,7 @@ import numpy as np
 
 from paged_kv.runtime.graph_reading import Operation, Word
 from paged_kv.runtime.libraries import kernel
-from paged_kv.runtime.team import workers
+from paged_kv.runtime.thread_pool import workers
 
 _WHOLE_WEIGHTS = ("paged_kv_linear", "paged_kv_quantised_linear")
 """Operations that read all of their weights; others take some rows, or some experts."""

@@ -11,8 +11,8 @@ from paged_kv.arguments import shown
 from paged_kv.serve.backend import Job
 from paged_kv.serve.chat_request import Block, BlockExchange, Conversation, Message, chat_format
 from paged_kv.serve.client_tools import ClientTools, read_function
-from paged_kv.serve.exchange import Event
 from paged_kv.serve.fields import Fields
+from paged_kv.serve.request_exchange import Event
 from paged_kv.serve.sampling import REFUSED, STRUCTURES, check_structure, read_schema
 from paged_kv.serve.served_model import ServedModel
 from paged_kv.structured_output import Structure

@@ -18,7 +18,6 @@ from starlette.routing import Route
 from paged_kv.errors import CheckpointError, ContractError, ContractTypeError, PagedKVError, ToolchainError
 from paged_kv.serve.anthropic_messages import count_tokens, read_messages_request
 from paged_kv.serve.backend import Backend, Busy, Failed, Gone, Job, Piece
-from paged_kv.serve.exchange import Event, Exchange
 from paged_kv.serve.fields import FieldError, Fields, parse
 from paged_kv.serve.ignored import Ignored, UnknownParts
 from paged_kv.serve.metrics import Metrics
@@ -35,9 +34,10 @@ from paged_kv.serve.middleware import (
 from paged_kv.serve.openai_chat import read_chat, read_conversation
 from paged_kv.serve.openai_completions import read_completion
 from paged_kv.serve.openai_responses import count_input_tokens, read_response
-from paged_kv.serve.page import HEADERS, PAGE
 from paged_kv.serve.profiling import Profiling
+from paged_kv.serve.request_exchange import Event, Exchange
 from paged_kv.serve.served_model import ContextExceeded, ServedModel, UnknownModel
+from paged_kv.serve.web_page import HEADERS, PAGE
 
 logger = logging.getLogger("paged_kv.serve")
 

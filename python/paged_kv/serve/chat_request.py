@@ -16,8 +16,8 @@ from paged_kv.serve.backend import Job, Piece
 from paged_kv.serve.chat import CallStart, ChatFormat, Content, Delta, MessageParser, Reasoning
 from paged_kv.serve.chat.tools import ToolError
 from paged_kv.serve.client_tools import ClientTool, ToolCall, read_calls
-from paged_kv.serve.exchange import Event, Exchange
 from paged_kv.serve.fields import FieldError, Fields
+from paged_kv.serve.request_exchange import Event, Exchange
 from paged_kv.serve.sampling import read_max_tokens, read_sampling
 from paged_kv.serve.served_model import ServedModel
 from paged_kv.structured_output import Structure

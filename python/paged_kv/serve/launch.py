@@ -25,7 +25,7 @@ from paged_kv.serve.address import listening_sockets, url_of
 from paged_kv.serve.application import application
 from paged_kv.serve.connections import GuardedServer
 from paged_kv.serve.loading import EngineSetup, set_up
-from paged_kv.serve.local import LocalBackend
+from paged_kv.serve.local_backend import LocalBackend
 from paged_kv.serve.metrics import Metrics
 from paged_kv.serve.middleware import Rules
 from paged_kv.serve.profiling import Profiling

@@ -11,9 +11,9 @@ from paged_kv.serve.backend import Job, Piece
 from paged_kv.serve.chat import CallStart, ChatFormat, Content, Delta, Reasoning
 from paged_kv.serve.chat_request import Conversation, Message, chat_format
 from paged_kv.serve.client_tools import ClientTools, ToolCall, read_choice, read_text_tool, text_arguments
-from paged_kv.serve.exchange import ChoicesExchange, Event, Exchange, Wishes
 from paged_kv.serve.fields import Fields, OtherParts
 from paged_kv.serve.openai_completions import MOST_SAMPLES
+from paged_kv.serve.request_exchange import ChoicesExchange, Event, Exchange, Wishes
 from paged_kv.serve.sampling import MOST_LOGPROBS, REFUSED, read_structure
 from paged_kv.serve.served_model import ServedModel
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from paged_kv.engine.sampling import Logprobs
 from paged_kv.engine.tokenizer import StreamDecoder
 from paged_kv.serve.backend import Job, Piece
-from paged_kv.serve.exchange import ChoicesExchange, Event, Exchange, Wishes
 from paged_kv.serve.fields import Fields
+from paged_kv.serve.request_exchange import ChoicesExchange, Event, Exchange, Wishes
 from paged_kv.serve.sampling import MOST_LOGPROBS, REFUSED, read_max_tokens, read_sampling, read_structure
 from paged_kv.serve.served_model import ServedModel
 

@@ -19,8 +19,8 @@ from paged_kv.serve.client_tools import (
     read_text_tool,
     text_arguments,
 )
-from paged_kv.serve.exchange import Event
 from paged_kv.serve.fields import Fields
+from paged_kv.serve.request_exchange import Event
 from paged_kv.serve.sampling import REFUSED, STRUCTURES, check_structure, read_schema
 from paged_kv.serve.served_model import ServedModel
 from paged_kv.structured_output import JsonSchema, Structure

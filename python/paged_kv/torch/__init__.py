@@ -31,13 +31,13 @@ from torch import Tensor
 from torch.library import Library, register_fake
 
 from paged_kv.arguments import LARGEST_INDEX, flag, integer
+from paged_kv.arrays.autograd_writes import refuse_gradients
 from paged_kv.arrays.host import as_indices
-from paged_kv.arrays.versions import refuse_gradients
 from paged_kv.calls.block_tables import block_entries, checked_lengths
-from paged_kv.calls.kept import Kept
 from paged_kv.calls.kv_copy import Slots
 from paged_kv.calls.offsets import check_offsets
 from paged_kv.calls.ragged import RaggedBatch
+from paged_kv.calls.remembered_plan import Kept
 from paged_kv.calls.rows import Rows
 from paged_kv.calls.table import BLOCK_NAMES, Table
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError

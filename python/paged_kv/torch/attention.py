@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paged_kv.arrays.autograd_writes import mark_written
 from paged_kv.arrays.dtypes import CACHE_DTYPES, dtype_of
 from paged_kv.arrays.host import HOST
 from paged_kv.arrays.pages import Pages, overlapping_pages
-from paged_kv.arrays.versions import mark_written
 from paged_kv.call_layouts import ATTENTION, MASKS
 from paged_kv.calls.attend import Attention, Scales, checked_sinks
 from paged_kv.calls.plan import AttentionPlan, check_array, check_dtype
@@ -21,7 +21,7 @@ from paged_kv.calls.rows import Rows
 from paged_kv.kv_formats import FORMATS
 from paged_kv.options import AttentionOptions, alibi_slopes, stored_elements
 from paged_kv.runtime.libraries import kernel
-from paged_kv.runtime.team import workers
+from paged_kv.runtime.thread_pool import workers
 from paged_kv.torch.memory import CacheLayout, holds, layout, output
 
 _MOST_LAYOUTS = 64

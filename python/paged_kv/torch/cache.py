@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from paged_kv.arguments import integer
+from paged_kv.arrays.autograd_writes import mark_written
 from paged_kv.arrays.host import HOST, as_numpy
 from paged_kv.arrays.pages import Pages
-from paged_kv.arrays.versions import mark_written
 from paged_kv.call_layouts import APPEND, CACHE_TABLE, GATHER, TOKEN_ROWS
 from paged_kv.calls.append import WritableCache
 from paged_kv.calls.kv_copy import Slots, read_rows
@@ -24,7 +24,7 @@ from paged_kv.errors import ShapeError
 from paged_kv.kv_formats import FORMATS, KVFormat
 from paged_kv.options import stored_dtype, stored_elements, stored_head
 from paged_kv.runtime.libraries import COPIED, Function, kernel
-from paged_kv.runtime.team import workers
+from paged_kv.runtime.thread_pool import workers
 from paged_kv.torch.memory import CacheLayout, holds, layout, output
 
 _MOST_LAYOUTS = 256

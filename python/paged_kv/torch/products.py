@@ -12,7 +12,7 @@ from paged_kv.call_layouts import LINEAR, MEMBER
 from paged_kv.calls.plan import check_dtype
 from paged_kv.errors import ContractTypeError, ShapeError
 from paged_kv.runtime.libraries import kernel
-from paged_kv.runtime.team import workers
+from paged_kv.runtime.thread_pool import workers
 from paged_kv.torch.memory import holds, output
 
 (_MEMBER,), (_CALL,) = MEMBER.parts("y w n row_bytes encoding"), LINEAR.parts("members count x m k")

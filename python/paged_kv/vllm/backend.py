@@ -16,9 +16,9 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 import paged_kv.torch  # the operators  # noqa: F401
-from paged_kv.calls.kept import Kept
 from paged_kv.calls.kv_copy import Slots
 from paged_kv.calls.ragged import RaggedBatch
+from paged_kv.calls.remembered_plan import Kept
 from paged_kv.calls.rows import Rows
 from paged_kv.calls.table import Table
 from paged_kv.errors import ContractError

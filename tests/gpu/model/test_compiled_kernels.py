@@ -12,7 +12,7 @@ from gpu.model import programs
 from gpu.model.cubins import Kernel
 from gpu.rules import block_threads
 from paged_kv.graphs.ops import BITS, CODES
-from paged_kv.runtime.launches import kernel_of
+from paged_kv.runtime.kernel_launches import kernel_of
 from support.dtype_pairs import GPU_CODE_PAIRS, GPU_DTYPES, GPU_PAIRS
 
 pytestmark = pytest.mark.waits_for(programs.api, *programs.generic.values())

@@ -10,7 +10,7 @@ from typing import Any
 from paged_kv.engine.async_engine import AsyncEngine
 from paged_kv.engine.engine import Engine
 from paged_kv.serve.backend import Busy, Failed, Gone, Job, Piece, Status
-from paged_kv.serve.page import pool_now
+from paged_kv.serve.web_page import pool_now
 
 MOST_FAILURES = 3
 """Steps in a row that raise, after which the engine counts as gone."""
