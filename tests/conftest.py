@@ -155,8 +155,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
         compiles.install()
         mojo_package.build_once()
-        worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-        kernels_once.install(of_all_tests=session.config.option.all_kernels, worker=worker)
+        worker = os.environ.get("PYTEST_XDIST_WORKER")
+        kernels_once.install(
+            of_all_tests=session.config.option.all_kernels, worker=worker and int(worker.removeprefix("gw"))
+        )
     if session.config.option.collectonly or session.config.option.dist != "no":  # workers start what they need
         return
     jobs = []

@@ -37,7 +37,7 @@ SELDOM = {"float16", "uint8", "uint16", "uint32"}
 """Dtypes of few libraries, which are built together."""
 
 
-def install(*, of_all_tests: bool, worker: int) -> None:
+def install(*, of_all_tests: bool, worker: int | None) -> None:
     """Changes where this process gets its libraries, for as long as it lives. The first two workers of a run of all
     tests build those of the dtypes that most tests need, one dtype each.
     """
@@ -56,7 +56,7 @@ def install(*, of_all_tests: bool, worker: int) -> None:
     # Of quantised weights one library for all tests, where a user's machine builds one for those of each file.
     of_tier = sum(1 << ENCODINGS.index(name) for name in tiers.ENCODINGS) if tiers.IS_QUICK else ALL_ENCODINGS
     patch.setattr(program_ops, "built_encodings", lambda *_: of_tier)
-    if of_all_tests and worker < len(FIRST):
+    if of_all_tests and worker is not None and worker < len(FIRST):
         paths([Kernel("merge", (FIRST[worker],)).library])
 
 
