@@ -39,6 +39,8 @@ def of(dtypes: Iterable[Any]) -> list[Any]:
 
 def quick_tests(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Return those of a collection that the quick tier has."""
+    if not items:  # the environments of other folders lack what the next lines import
+        return []
     from paged_kv.graphs.encodings import TABLE
     from support import families
 
