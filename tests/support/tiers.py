@@ -27,9 +27,10 @@ WHOLE += ("engine/test_families.py::test_logits_are_those_of_transformers",)
 HOSTILE_CASES = 250
 
 IS_QUICK = False
-"""True in a run of the quick tier: conftest.py says it."""
+"""True in a run of the quick tier; conftest.py sets it."""
 
-_OTHERS = {"float16", "float8_e5m2", "int4", "uint8", "uint16", "uint32", "float32 over float8_e4m3fn"}
+_NAMES = {*DTYPES, "float16", "float8_e5m2", "int4", "uint8", "uint16", "uint32"}
+_OTHERS = _NAMES - {*DTYPES} | {"float32 over float8_e4m3fn"}
 
 
 def of(dtypes: Iterable[Any]) -> list[Any]:
