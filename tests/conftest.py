@@ -60,6 +60,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("float32", "bfloat16", "float16"),
         help="of tests/ops, the tests of queries of this dtype alone; they compile nothing for others",
     )
+    parser.addoption(
+        "--few-encodings",
+        action="store_true",
+        help="build kernels of weights in the quick tier's encodings alone, and run no test of another one",
+    )
     parser.addoption("--hostile-seed", type=int, default=0, help="what the cases of tests/hostile are drawn from")
     parser.addoption("--hostile-cases", type=int, help="how many cases of tests/hostile there are")
     parser.addoption("--all", action="store_true", help="without paths: every test, not the quick tier alone")
@@ -108,6 +113,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if not (config.option.all or config.option.markexpr or config.option.keyword):
             config.option.markexpr = QUICK
     is_quick = tiers.IS_QUICK = config.option.markexpr == QUICK
+    tiers.HAS_FEW_ENCODINGS = is_quick or config.option.few_encodings
     properties.load_profile(config.getoption("--hypothesis-profile"), quick=is_quick)
     if config.option.hostile_cases is None:
         config.option.hostile_cases = tiers.HOSTILE_CASES if is_quick else 1250
@@ -131,6 +137,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         from support import narrowed
 
         narrowed.deselect_others(dtype, config, items)
+    if config.option.few_encodings:
+        of_others = [item for item in items if tiers.is_of_another_encoding(item)]
+        config.hook.pytest_deselected(items=of_others)
+        items[:] = [item for item in items if item not in of_others]
     for item in items:
         item.add_marker(item.path.relative_to(TESTS).parts[0])
     quick = tiers.quick_tests([item for item in items if item.path.relative_to(TESTS).parts[0] in tiers.FOLDERS])

@@ -8,10 +8,10 @@ import pytest
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS, CpuInfo
 from support import amx_emulation
 from support.background import Job
-from support.isa import OP_TESTS, SAME_BITS, run_tests
+from support.isa import FEW_ENCODINGS, OP_TESTS, SAME_BITS, run_tests
 from support.mojo_programs import ROOT, TESTS, mojo
 
-RUN = Job(partial(run_tests, None, "--emulate-amx", *OP_TESTS, SAME_BITS))
+RUN = Job(partial(run_tests, None, "--emulate-amx", FEW_ENCODINGS, *OP_TESTS, SAME_BITS))
 REASON = amx_emulation.reason_to_skip(CpuInfo.read())
 PUBLIC = re.compile(r"^(?:def|struct|comptime) (HAS_AMX\w*|amx_permitted|tile_\w+|TileShapes)\b(.*)", re.MULTILINE)
 

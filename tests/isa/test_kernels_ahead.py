@@ -6,8 +6,6 @@ import sys
 import pytest
 
 from paged_kv.build_kernels import kernel_bundles
-from paged_kv.cli import _run
-from paged_kv.engine.step import demo_libraries
 from paged_kv.runtime.cpu_target import CpuInfo, choose_cpu_target
 from paged_kv.runtime.installed import read_compressed
 from paged_kv.runtime.kernel_build import build
@@ -36,15 +34,11 @@ else:
 def kernels(tmp_path_factory):
     """Built where there is no C compiler. One of bfloat16 for a CPU with AMX makes all calls of C that there are."""
     folder = tmp_path_factory.mktemp("kernels")
-    bundles = {**kernel_bundles(), "demo": tuple(demo_libraries())}
-    wanted = {
-        LOWER: ["merge_float32", "demo"],
-        FOREIGN: ["merge_float32", "experts_bfloat16_bfloat16"],
-    }
+    names = {LOWER: ["merge_float32"], FOREIGN: ["merge_float32", "experts_bfloat16_bfloat16"]}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", str(tmp_path_factory.mktemp("nothing")))
-        for target, names in wanted.items():
-            assert build(bundles, folder, [target], only=names, jobs=1) == []
+        for target, of_target in names.items():
+            assert build(kernel_bundles(), folder, [target], only=of_target, jobs=1) == []
     return folder
 
 
@@ -71,18 +65,8 @@ def test_a_first_call_takes_what_came_along(kernels, tmp_path):
     assert f"{path} is not read (it is damaged): reinstall it" in warning
 
 
-@pytest.mark.skipif(not can_run(LOWER), reason=f"the CPU cannot run {LOWER}")
-def test_the_demo_takes_what_came_along(kernels, tmp_path, capsys):
-    text, messages = kernels_ahead.run(kernels_ahead.DEMO, kernels, tmp_path)
-    assert "compiling" not in messages
-    assert "building" not in messages
-    assert {path.parent.name for path in tmp_path.rglob("*") if path.is_file()} == {"loaded"}  # the libraries, unpacked
-    assert _run(["demo"]) == 0
-    assert capsys.readouterr().out == text
-
-
 def test_no_path_of_this_machine_is_in_the_code(kernels):
-    for path in (*kernels.glob("*/merge_float32.library.xz"), kernels / LOWER / "demo.library.xz"):
+    for path in kernels.glob("*/*.library.xz"):
         content = read_compressed(path).content
         for place in (str(kernels), sys.prefix, os.getcwd(), os.path.expanduser("~/")):
             assert place.encode() not in content

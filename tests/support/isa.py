@@ -26,14 +26,17 @@ OP_TESTS = (
 """The tests of what differs between instruction sets, AMX's among them."""
 
 SAME_BITS = "engine/test_same_bits.py"
-ALL_OF_BFLOAT16 = {"bfloat16": OP_TESTS}
+FEW_ENCODINGS = "--few-encodings"
+"""What a path takes whose products of encodings are those of another one: haswell's for skylake-avx512, and for AMX
+those of this CPU, but for the tiles, which know nothing of encodings."""
 ISA_PATHS: dict[str, dict[str, tuple[str, ...]]] = {
     # SSE2 alone: 4 float32 lanes, no FMA; what the portable path must make do with. No CPU of the last ten years takes
     # it: linear layers and decoding, whose loops and conversions prompts share.
     "x86-64": {"bfloat16": OP_TESTS[:2]},
     # AVX2: 8 float32 lanes in 16 registers, and instructions that convert float16
     "haswell": {"bfloat16": (*OP_TESTS, SAME_BITS), "float32": (*OP_TESTS[:2], SAME_BITS), "float16": OP_TESTS[:2]},
-    "skylake-avx512": ALL_OF_BFLOAT16,  # AVX-512 without bfloat16 instructions or tiles
+    # AVX-512 without bfloat16 instructions or tiles
+    "skylake-avx512": {"bfloat16": (*OP_TESTS, FEW_ENCODINGS)},
 }
 """One target for each path through the kernels that is not the best one of a recent CPU, and the tests of queries of a
 dtype that it runs.

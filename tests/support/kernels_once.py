@@ -54,7 +54,7 @@ def install(*, of_all_tests: bool, worker: int | None) -> None:
     patch = pytest.MonkeyPatch()
     patch.setattr(libraries, "_paths", paths)
     # Of quantised weights one library for all tests, where a user's machine builds one for those of each file.
-    of_tier = sum(1 << ENCODINGS.index(name) for name in tiers.ENCODINGS) if tiers.IS_QUICK else ALL_ENCODINGS
+    of_tier = sum(1 << ENCODINGS.index(name) for name in tiers.ENCODINGS) if tiers.HAS_FEW_ENCODINGS else ALL_ENCODINGS
     patch.setattr(program_ops, "built_encodings", lambda *_: of_tier)
     if of_all_tests and worker is not None and worker < len(FIRST):
         paths([Kernel("merge", (FIRST[worker],)).library])

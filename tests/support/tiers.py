@@ -28,6 +28,8 @@ HOSTILE_CASES = 250
 
 IS_QUICK = False
 """True in a run of the quick tier; conftest.py sets it."""
+HAS_FEW_ENCODINGS = False
+"""True in that run, and in others where kernels of ENCODINGS alone are to be built."""
 
 _NAMES = {*DTYPES, "float16", "float8_e5m2", "int4", "uint8", "uint16", "uint32"}
 _OTHERS = _NAMES - {*DTYPES} | {"float32 over float8_e4m3fn"}
@@ -42,18 +44,29 @@ def quick_tests(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Return those of a collection that the quick tier has."""
     if not items:  # the environments of other folders lack what the next lines import
         return []
-    from paged_kv.graphs.encodings import TABLE
     from support import families
 
-    others = _OTHERS | TABLE.keys() - set(ENCODINGS)
-    others |= {name.split(",")[0] for name in families.CASES} - set(FAMILIES)
+    others = _OTHERS | {name.split(",")[0] for name in families.CASES} - set(FAMILIES)
     functions: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        function, _, case = item.nodeid.rpartition("tests/")[2].partition("[")
-        words = _words([re.split("[-,]", case.rstrip("]")), getattr(item, "callspec", None) and item.callspec.params])
-        if item.get_closest_marker("slow") is None and others.isdisjoint(words):
-            functions[function].append(item)
+        function = item.nodeid.rpartition("tests/")[2].partition("[")[0]
+        if item.get_closest_marker("slow") is None and not is_of_another_encoding(item):
+            if others.isdisjoint(_parameters(item)):
+                functions[function].append(item)
     return [item for function, cases in functions.items() for item in _few(function, cases)]
+
+
+def is_of_another_encoding(item: pytest.Item) -> bool:
+    """Return whether a test has weights in an encoding that is not one of ENCODINGS."""
+    from paged_kv.graphs.encodings import TABLE
+
+    return not (TABLE.keys() - set(ENCODINGS)).isdisjoint(_parameters(item))
+
+
+def _parameters(item: pytest.Item) -> set[str]:
+    """Return the words of a test's parameters and of its name."""
+    case = item.nodeid.rpartition("::")[2].partition("[")[2].rstrip("]")
+    return _words([re.split("[-,]", case), getattr(item, "callspec", None) and item.callspec.params])
 
 
 def _words(value: Any) -> set[str]:
