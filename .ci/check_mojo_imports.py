@@ -1,6 +1,6 @@
 """The rules of which folder of mojo_ops may know which, checked over the imports of every Mojo file.
 
-    ops, attention_ops, layer_ops, linear_ops, tree_ops, latent_ops -> transfer, attention, layers, linear
+    ops, attention_ops, layer_ops, linear_ops, latent_ops -> transfer, attention, layers, linear
     recurrent_ops -> recurrent -> layers
     transfer, attention, layers, linear -> cache -> isa
 
@@ -26,7 +26,6 @@ MAY_KNOW: dict[str, frozenset[str]] = {
     "layer_ops": MIDDLE | BASE,
     "linear_ops": MIDDLE | BASE,
     "attention_ops": MIDDLE | BASE,
-    "tree_ops": MIDDLE | BASE,
     "latent_ops": MIDDLE | BASE,
     "recurrent_ops": frozenset({"recurrent"}) | BASE,
     "recurrent": frozenset({"layers"}) | BASE,

@@ -1,4 +1,4 @@
-"""Draws prefill, cascade, MLA and trees: `python docs/pictures_attention.py` writes docs/pictures/attention_*.png."""
+"""Draws prefill, cascade and MLA: `python docs/pictures_attention.py` writes docs/pictures/attention_*.png."""
 
 from __future__ import annotations
 
@@ -117,44 +117,10 @@ def mla(axes: Axes) -> None:
     arrow(axes, (23.6, 5.45), (26.4, 5.45))
 
 
-def trees(axes: Axes) -> None:
-    """A tree, its mask, and the slots before and after."""
-    parents = (-1, 0, 0, 1, 1, 2)
-    places = ((2.5, 1.2), (1.2, 3.4), (4.6, 3.4), (0, 5.6), (2.4, 5.6), (4.6, 5.6))
-    words = ("the", "cat", "dog", "sat", "ran", "ran")
-    kept = {0, 2, 5}
-    label(axes, 0, 0.3, "the tree: parents = [-1, 0, 0, 1, 1, 2]", weight="bold")
-    for i, (x, y) in enumerate(places):
-        if parents[i] >= 0:
-            px, py = places[parents[i]]
-            axes.plot([px + 0.8, x + 0.8], [py + 1, y], color=LINE, linewidth=1)
-        cell(axes, x, y, SHARED if i in kept else NEW, f"{i} {words[i]}", 1.6)
-    seen = []
-    for i in range(6):
-        row = i
-        seen.append({0, 1, 2, 3 + i})
-        while parents[row] >= 0:
-            row = parents[row]
-            seen[i].add(3 + row)
-    mask_grid(axes, 11, 1.2, seen, 3, 9, "its mask: cached tokens, ancestors, itself")
-    for i, depth in enumerate((0, 1, 1, 2, 2, 2)):
-        label(axes, 20.3, 1.7 + i, f"position 3 + {depth}", size=8)
-    label(axes, 25.4, 0.3, "slots after append", weight="bold")
-    label(axes, 25.4, 6.7, "slots after rows 0, 2, 5 were kept", weight="bold")
-    for j in range(9):
-        cell(axes, 25.4 + j, 1.2, CACHED if j < 3 else SHARED if j - 3 in kept else NEW, "" if j < 3 else str(j - 3))
-        after = ("0", "2", "5")[j - 3] if 3 <= j < 6 else ""
-        cell(axes, 25.4 + j, 5.2, CACHED if j < 3 else SHARED if j < 6 else HIDDEN, after)
-    arrow(axes, (25.4 + 5.5, 2.3), (25.4 + 4.5, 5.1))
-    arrow(axes, (25.4 + 8.5, 2.3), (25.4 + 5.5, 5.1))
-    key(axes, 25.4, 7.7, [(CACHED, "cached before"), (SHARED, "accepted, kept"), (NEW, "refused")])
-
-
 PICTURES: dict[str, tuple[Callable[[Axes], None], float, float]] = {
     "prefill": (prefill, 29, 11.2),
     "cascade": (cascade, 25, 8),
     "mla": (mla, 33, 8),
-    "trees": (trees, 35, 10.4),
 }
 """By name: what draws it, and the width and height of its axes."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from max.graph import TensorValue
 
@@ -52,19 +52,14 @@ class StepRows:
     """The token's position in its request."""
     lengths: TensorValue
     """The tokens that it sees: those before it and itself."""
-    last: TensorValue | None = field(default=None, kw_only=True)
+    last: TensorValue | None = None
     """The last row of each request, `[B]`; None of some of the rows."""
 
     @staticmethod
     def of(row_offsets: TensorValue, cache_lengths: TensorValue, tokens: TensorValue) -> StepRows:
         batch, positions = paged.ragged_rows(row_offsets, cache_lengths, tokens.shape[0])
         lengths, last = paged.lengths_and_last_rows(positions, row_offsets, cache_lengths.shape[0])
-        return StepRows(batch, positions, lengths, last=last)
-
-    @property
-    def slots(self) -> TensorValue:
-        """The token of its request that each row is appended as."""
-        return self.positions
+        return StepRows(batch, positions, lengths, last)
 
     def of_rows(self, rows: TensorValue) -> StepRows:
         """Some rows, `[N]` int32."""

@@ -33,7 +33,7 @@ def masked_attention(
     o_dtype: DType | None = None,
     **arguments: Unpack[AttentionArguments],
 ) -> tuple[TensorValue, TensorValue]:
-    """`attention` in which rows have masks, and rows and tokens stand anywhere: trees, cascades, any prefill.
+    """`attention` in which rows have masks, and rows and tokens stand anywhere: cascades, trees of drafts, any prefill.
 
     Row `r`, of request `b = row_batch[r]`, sees its token `0 <= j < row_lengths[r]` where its mask and the window let
     it: `window_left < 0 or token_offsets[b] + j >= row_positions[r] - window_left`.

@@ -14,7 +14,6 @@
     demo        `paged-kv demo` on the device: shared prefixes, samples, preemption, and a recompute in NumPy
     pages       the demo's model in an engine: forks, a prefix file, the disk tier, lookup
     families    small models of five kinds against transformers, and caches of codes against the CPU
-    trees       trees of candidate tokens against their branches alone
     llama       steps of a Llama of 1.1 G parameters: logits of a prompt against float64, milliseconds a step
 
 Each prints facts as JSON objects, one a line, and what it found as its last line; the exit status is 1 where it fails.
@@ -38,7 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu_bundle.families import families, trees
+from benchmarks.gpu_bundle.families import families
 from benchmarks.gpu_bundle.graphs import adopt, use_host_target
 from benchmarks.gpu_bundle.models import demo, llama, pages
 from benchmarks.gpu_bundle.run import emit
@@ -277,7 +276,7 @@ CHECKS: dict[str, Callable[[str], str]] = {
     check.__name__: check
     for check in (
         *(names, hello, attention, float8, empty, memory, launches, trace, assembler),
-        *(host, latent, demo, pages, families, trees, llama),
+        *(host, latent, demo, pages, families, llama),
     )
 }
 

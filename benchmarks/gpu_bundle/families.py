@@ -1,20 +1,18 @@
-"""Small models of several kinds, caches of codes and trees of candidates, on a device against transformers or the CPU.
+"""Small models of several kinds and caches of codes on a device against transformers or the CPU.
 
 `python -m benchmarks.gpu_bundle.families FOLDER` writes the models and the results that are expected of them, with the
-tests' own cases (`support.families`), where there is transformers; `families` and `trees` are checks of `checks.py`.
+tests' own cases (`support.families`), where there is transformers; `families` is a check of `checks.py`.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from max.dtype import DType
-from max.graph import Module
 
 from benchmarks.gpu_bundle.models import demo_step
 from benchmarks.gpu_bundle.run import emit
@@ -22,12 +20,10 @@ from paged_kv.checkpoint.source import open_source
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.engine.model import DecoderModel
 from paged_kv.engine.step import StepGraph
-from paged_kv.engine.tree_model import TreeModel, tree_graphs
 from paged_kv.graphs.models.config import with_windows_apart
 from paged_kv.kv_formats import KVFormat
 from paged_kv.runtime.cache_folder import cache_path
-from paged_kv.runtime.compile_key import CompileKey
-from paged_kv.runtime.session import Runtime, runtime_on
+from paged_kv.runtime.session import runtime_on
 
 FAMILIES = ("gemma2", "cohere2", "phi3")
 """Cases of the tests: caps and windows; LayerNorm and layers without rotation; fused weights and LongRoPE. A model of
@@ -35,7 +31,6 @@ latents is none of them: its products by head are those of experts, which run on
 CODES: tuple[KVFormat, ...] = ("int8", "int4")
 TOLERANCE = 2e-4
 """The largest difference of float32 logits, as a part of their largest: a GPU sums in another order."""
-DRAFT_LAYERS = 1
 
 
 def make_models(folder: Path) -> None:
@@ -70,11 +65,6 @@ def step_graphs() -> dict[str, StepGraph]:
     return steps | {codes: StepGraph(demo.geometry, demo.dtype, codes) for codes in CODES}
 
 
-def tree_steps(runtime: Runtime) -> tuple[dict[str, CompileKey], Callable[[Module, Sequence[str]], None]]:
-    """Those of `trees`."""
-    return tree_graphs(demo_step(), runtime, draft_layers=DRAFT_LAYERS)
-
-
 def families(device: str) -> str:
     cases: Any = import_module("support.families")
     wrong = []
@@ -95,35 +85,6 @@ def families(device: str) -> str:
     if wrong:
         raise AssertionError("; ".join(wrong))
     return f"{len(FAMILIES)} families and {len(CODES)} caches of codes are right"
-
-
-def trees(device: str) -> str:
-    """Each row of a tree has the logits of its branch alone, and a kept path is decoded on."""
-    model = _model(device, FOLDER, 16, None)
-    grown = TreeModel(model, draft_layers=DRAFT_LAYERS, runtime=runtime_on(0 if device == "gpu" else None))
-    prompt = np.random.default_rng(3).integers(1, 250, 37).tolist()
-    tokens, parents, pages = [10, 20, 30, 40, 50, 60], [-1, 0, 0, 1, 2, 4], [[3, 1, 2, 0]]
-    alone = [[15, 14, 13, 12]]
-    model.step([prompt], [0], pages)
-    (found,) = grown.step([tokens], [parents], [len(prompt)], pages)
-    worst = 0.0
-    for row in range(len(tokens)):
-        at, branch = row, list[int]()
-        while at >= 0:
-            branch.insert(0, tokens[at])
-            at = parents[at]
-        expected = model.step([prompt + branch], [0], alone)[0]
-        worst = max(worst, float(np.abs(found[row] - expected).max() / np.abs(expected).max()))
-    path = [0, 2, 4]
-    grown.keep([path], [len(prompt)], pages)
-    kept = model.step([[70]], [len(prompt) + len(path)], pages)[0]
-    expected = model.step([[*prompt, *(tokens[row] for row in path), 70]], [0], alone)[0]
-    after = float(np.abs(kept - expected).max() / np.abs(expected).max())
-    grown.step([tokens], [parents], [len(prompt)], pages, draft=True)
-    emit(check="trees", off=worst, off_after_a_kept_path=after)
-    if not max(worst, after) <= TOLERANCE:
-        raise AssertionError(f"rows of a tree are off by {worst:.1e}, after a kept path by {after:.1e}")
-    return "each row of a tree has the logits of its branch"
 
 
 def _model(device: str, folder: Path, pages: int, codes: Any) -> DecoderModel:

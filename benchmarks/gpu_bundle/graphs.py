@@ -124,7 +124,6 @@ def wanted(device: str) -> list[Wanted]:
         api("append", bf16, DType.int8),
         api("attention", bf16, DType.float8_e5m2),
         graph("plain_float8_e5m2", gpu_graphs.attention(runtime, bf16, DType.float8_e5m2, gpu_kernel="plain")),
-        built("trees_demo", *families.tree_steps(runtime)),
         *(step(f"step_{name}", graphs) for name, graphs in families.step_graphs().items()),
     ]
 

@@ -106,7 +106,6 @@ STEPS = (
     Step("demo", "correct", _check("demo"), 20),
     Step("pages", "correct", _check("pages"), 30),
     Step("families", "correct", _check("families"), 45, BOTH),
-    Step("trees", "correct", _check("trees"), 30, BOTH),
     Step("API tests", "correct", _tests("{home}/tests/gpu/test_gpu_api.py"), 40),
     Step("entry tests", "correct", _tests("{home}/tests/gpu/test_gpu_entries.py", "-k", ENTRY_TESTS), 40),
     Step("masked tests", "correct", _tests("{home}/tests/gpu/test_gpu_masked.py", "-k", MASKED_TESTS), 30),

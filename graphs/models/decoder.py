@@ -253,7 +253,7 @@ def _attention(
         v = parameters.norm(None, v) if config.v_norm else v
         if cache.kv_format is None:
             k, v = ops.cast(k, cache.dtype), ops.cast(v, cache.dtype)
-        paged.append(cache, k, v, rows.batch, rows.slots, layer=config.cache_layer(layer))
+        paged.append(cache, k, v, rows.batch, rows.positions, layer=config.cache_layer(layer))
     q = rotated(heads(q, "q"), q_rotary, "q")
     if config.q_growth is not None and not (config.q_growth.unrotated and rotary is not None):
         q = _grown(q, of_q.positions, config.q_growth)

@@ -51,7 +51,7 @@ def latent_attention(
     k_rope = rotary.of_pairs(ops.reshape(k_rope, [tokens, 1, latent.rope_dim]))
     k_rope = ops.reshape(k_rope, [tokens, latent.rope_dim])
     c, k_rope = (ops.cast(y, cache.dtype) for y in (c, k_rope))
-    paged.append_latent(cache, c, k_rope, rows.batch, rows.slots, layer=layer)
+    paged.append_latent(cache, c, k_rope, rows.batch, rows.positions, layer=layer)
 
     if latent.q_rank is not None:
         q = parameters.norm(f"{at}.q_a_layernorm", q, LatentSizes.NORM_EPS)

@@ -1,4 +1,4 @@
-"""Appends, gathers, moves and the rows of tokens as numbers: what an op hands to a library of kernels, and a program
+"""Appends, gathers and the rows of a step as numbers: what an op hands to a library of kernels, and a program
 that calls one by itself.
 """
 
@@ -11,9 +11,7 @@ from ..isa.threads import Workers
 from .append import AppendRows, append_rows
 from .checks import check_append, check_gather, check_offsets
 from .gather import gather_rows
-from .move_tokens import TokenMoves, move_tokens
 from .ragged_rows import fill_ragged_rows
-from .tree_rows import TreeRows, fill_tree_rows
 
 
 @fieldwise_init
@@ -107,70 +105,3 @@ struct RaggedRowsCall(TrivialRegisterPassable):
             constant_at[DType.uint32](self.cache_lengths),
             self.batch,
         )
-
-
-@fieldwise_init
-struct TreeRowsCall(TrivialRegisterPassable):
-    """`fill_tree_rows`: the results and operands of `paged_kv_tree_rows`."""
-
-    var batch_indices: Int
-    var slots: Int
-    var positions: Int
-    var mask: Int
-    var mask_starts: Int
-    var mask_firsts: Int
-    var rows: Int
-    var mask_bytes: Int
-    var parents: Int
-    var row_offsets: Int
-    var cache_lengths: Int
-    var batch: Int
-    var window_left: Int
-    var workers: Workers
-
-    def run(self) raises:
-        var offsets = constant_at[DType.uint32](self.row_offsets)
-        check_offsets(offsets, self.batch, self.rows)
-        fill_tree_rows(
-            TreeRows(
-                memory_at[DType.int32](self.batch_indices),
-                memory_at[DType.int32](self.slots),
-                memory_at[DType.int32](self.positions),
-                memory_at[DType.int32](self.mask_firsts),
-                memory_at[DType.int64](self.mask_starts),
-                memory_at[DType.uint8](self.mask),
-                Int64(self.rows),
-                Int64(self.mask_bytes),
-            ),
-            constant_at[DType.int32](self.parents),
-            offsets,
-            constant_at[DType.uint32](self.cache_lengths),
-            self.batch,
-            self.window_left,
-        )
-
-
-@fieldwise_init
-struct MoveTokensCall(TrivialRegisterPassable):
-    """`move_tokens` in a cache of `layers` layers, whose view is that of the first one."""
-
-    var batch_indices: Int
-    var sources: Int
-    var targets: Int
-    """`[N]` int32, as the two before it."""
-    var count: Int
-    var layers: Int
-    var cache: CacheMemory
-    var workers: Workers
-
-    def run[dtype: DType](self) raises:
-        var pair = KVCachePair[dtype].of_memory(self.cache)
-        var moves = TokenMoves(
-            constant_at[DType.int32](self.batch_indices),
-            constant_at[DType.int32](self.sources),
-            constant_at[DType.int32](self.targets),
-            self.count,
-        )
-        moves.check(pair.table)
-        var layer_stride = pair.k.slots() * pair.k.num_heads() * pair.k.head_dim()
-        move_tokens(pair.k, pair.v, self.layers, layer_stride, moves, self.workers)

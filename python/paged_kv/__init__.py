@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from paged_kv.runtime.determinism import set_deterministic
     from paged_kv.runtime.threads import set_num_threads
     from paged_kv.runtime.warmup import warmup
-    from paged_kv.trees import accepted_rows, tree_mask, tree_positions
 
 __version__ = VERSION
 
@@ -74,7 +73,6 @@ __all__ = [
     "PagedKVCache",
     "PagedKVCacheManager",
     "PrefixCache",
-    "accepted_rows",
     "allocate_blocks",
     "append_kv",
     "append_paged_kv_cache",
@@ -98,8 +96,6 @@ __all__ = [
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
-    "tree_mask",
-    "tree_positions",
     "warmup",
 ]
 
@@ -139,7 +135,6 @@ _MODULES = {
         "single_prefill_with_kv_cache_return_lse",
     ),
     "quantization": ("packbits", "segment_packbits"),
-    "trees": ("accepted_rows", "tree_mask", "tree_positions"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names} | {
     "set_deterministic": "runtime.determinism",

@@ -164,7 +164,6 @@ CALLS: Mapping[str, Layout] = {
     "latent": LATENT,
     "merge": MERGE,
     "append": APPEND,
-    "move_tokens": _call("batch_indices sources targets count layers cache", cache=CACHE),
     "gather": GATHER,
     "linear": LINEAR,
     "experts": EXPERTS,
@@ -185,10 +184,6 @@ CALLS: Mapping[str, Layout] = {
     "convert": _call("y x count source target"),
     "step_rows": _call("lengths last positions rows row_offsets batch"),
     "ragged_rows": _call("batch_indices positions rows row_offsets cache_lengths batch"),
-    "tree_rows": _call(
-        "batch_indices slots positions mask mask_starts mask_firsts rows mask_bytes parents row_offsets cache_lengths"
-        " batch window_left"
-    ),
     "unary": _call("y x count function"),
     "binary": _call("y x x_row x_column z z_row z_column rows columns function"),
     "mean": _call("y x rows columns"),

@@ -27,7 +27,7 @@ MAY_BE_LEGAL = (
     *("kv_layout", "q_data_type", "out", "uses_shared_paged_kv_idx", "seq_lens", "cum_seq_lens_q", "qo_indptr"),
 )
 """The places of some values, so that the message names another argument, which no longer fits."""
-TAKES_LISTS = r"tree_|accepted|packbits|fast_"
+TAKES_LISTS = r"packbits|fast_"
 OPTIONAL = ("custom_mask_buf", "mask_indptr_buf")
 SHAPES = ((), (0,), (0, 0), (0, 0, 0), (1, 0, 32), (0, 2, 16, 1, 32), (4, 2, 0, 1, 32))
 

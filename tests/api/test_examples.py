@@ -36,9 +36,12 @@ d: 83 tokens in 6 pages, freed
 request 'too long': num_tokens=193 needs 13 more pages, 12 of 12 are free
 """,
     "speculative_decoding.py": """\
-qourdyedsbtctyvucmsshnmsvyvsghuzbrnddvhvmddvdbsb
-48 tokens in 19 steps after the prompt, which added [4, 2, 2, 2, 2, 4, 4, 1, 2, 2, 2, 2, 1, 4, 4, 2, 4, 2, 4]
-plain greedy decoding gives the same text: True
+ in the earth.
+And I said unto the angel of the Lord, I will not be with thee, nor with all thy testimonies.
+And he said unto me, I will not see the Son of man, and the Son of man, and the Son of man.
+And he said, I am
+plain decoding gives the same text: True
+tokens were drafted and accepted: True
 """,
     "transformers_model.py": """\
 generate, the same tokens: True

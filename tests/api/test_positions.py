@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paged_kv import cascade, prefill, reference, trees
+from paged_kv import cascade, prefill, reference
 from paged_kv.arrays.host import as_numpy
 from paged_kv.decode import trtllm_batch_decode_with_kv_cache
 from paged_kv.mla import BatchMLAPagedAttentionWrapper
@@ -24,7 +24,6 @@ from support.compare import assert_close, assert_lse_close
 from support.decoding import LSE_TOLERANCE, O_TOLERANCE
 from support.prefilling import offsets
 from support.properties import examples
-from support.trees import random_parents, seen_tokens
 
 pytestmark = pytest.mark.usefixtures("masked_variants", "latent_variants")
 
@@ -258,21 +257,11 @@ def test_every_wrapper_agrees_with_one_flat_context(entry: str, pair: tuple[str,
 @pytest.mark.slow
 @settings(max_examples=examples(60), **QUIET)
 @given(drawn("levels", PAIRS[0]), st.integers(0, 2**16))
-def test_trees_agree_with_the_tokens_that_they_see(flat: Flat, seed: int) -> None:
-    """Their rows are tokens, so that none stands before the first; a window counts positions, which branches share."""
+def test_custom_masks_agree_with_the_tokens_that_they_show(flat: Flat, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    cached = [rng.integers(0, length + 1) for length in flat.lengths]
-    counts = [length - n for length, n in zip(flat.lengths, cached, strict=True)]
-    forest = [random_parents(rng, count) for count in counts]
-    mode, window = "ALIBI" if flat.mode == "ROPE_LLAMA" else flat.mode, flat.options["window_left"]
-    heads, _, dim = flat.sizes
-    q = normal(rng, (sum(counts), heads, dim), "float32")
-    options = flat.options | {"window_left": -1}
-    flat = Flat(q, counts, flat.tokens, flat.shared, flat.page_size, False, mode, options)
-    arrays = (np.concatenate([np.zeros(0, np.int32), *forest]), offsets(counts), np.array(cached, np.int32))
-    mask = trees.tree_mask(*arrays, window_left=window)
-    seen = [seen_tokens(tree, i, n, window) for tree, n in zip(forest, cached, strict=True) for i in range(len(tree))]
-    flat.check(paged(flat, mask), seen)
+    masks = [rng.random(n) < 0.5 for n, count in zip(flat.lengths, flat.counts, strict=True) for _ in range(count)]
+    mask = np.concatenate([np.zeros(0, bool), *masks])
+    flat.check(paged(flat, mask), [np.flatnonzero(row).tolist() for row in masks])
 
 
 @pytest.mark.parametrize(("rows", "causal", "mode"), [(5, False, "ROPE_LLAMA"), (17, True, "NONE")])

@@ -72,7 +72,7 @@ def test_several_tokens_a_request() -> None:
 
 
 @pytest.mark.parametrize("ragged", [False, True])
-def test_a_draft_tree(ragged: bool) -> None:
+def test_masks_of_drafts(ragged: bool) -> None:
     """Bit j of a draft's row says whether it sees the request's new token j; 33 and more take two words."""
     counts = [3, 0, 40, 2] if ragged else [4, 4, 4, 4]
     q, row_batch, _ = causal_rows(HND, counts)

@@ -5,8 +5,6 @@ import torch
 import transformers
 from max.dtype import DType
 
-from paged_kv.engine.tree_model import TreeModel
-from paged_kv.errors import ContractError
 from support.families import (
     LATENT_CASES,
     NEW_TOKENS,
@@ -63,11 +61,6 @@ def test_a_batch_of_prompts_in_chunks_gives_the_texts_of_transformers(folder, mo
             do_sample=False,
         )
         assert text == expected[0, len(prompt) :].tolist()
-
-
-def test_trees_over_pages_of_latents_are_refused(models):
-    with pytest.raises(ContractError, match="model: trees run over pages of K and V, not of latents"):
-        TreeModel(models["v2"])
 
 
 def test_a_page_holds_one_latent_a_token(models):

@@ -4,7 +4,6 @@ import pytest
 from max.dtype import DType
 
 from paged_kv.engine.model import DecoderModel
-from paged_kv.engine.tree_model import TreeModel
 from paged_kv.errors import CheckpointError, ContractError
 from paged_kv.serve.cache_size import cache_size_of
 from support.checkpoints import CONFIG, read_config
@@ -60,8 +59,6 @@ def test_what_pages_of_windows_do_not_do_is_refused(models):
         DecoderModel(model.config, {}, **sizes, num_window_pages=1)
     with pytest.raises(ContractError, match="num_window_pages must be at least"):  # its layers have heads of two kinds
         DecoderModel(models["gemma4"].config, {}, **sizes, num_window_pages=0)
-    with pytest.raises(ContractError, match="model: trees run over pages of all layers"):
-        TreeModel(model)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from hostile.calls_page import Append, AppendLatent, Positions, SeqLens
 from hostile.calls_recurrences import NewTokens, Prompts
 from hostile.calls_states import Functional, Merge
 from hostile.calls_torch import TorchAppend, TorchAttention, TorchGather, TorchLinear
-from hostile.calls_trees import Trees
 from hostile.memory import Memory, values
 from hostile.model import Expected, Invalid
 from hostile.objects import objects
@@ -29,7 +28,7 @@ CALLS: list[Any] = [
     *(Append("at"), Append("last"), Append("dense"), AppendLatent("at"), AppendLatent("dense")),
     *(Merge("two"), Merge("many"), Merge("in_place"), Positions(), SeqLens(), Functional(), Functional()),
     *(Pool(), Manager()),
-    *(Wrapper("paged"), Wrapper("paged"), Wrapper("ragged"), Wrapper("mixed"), Single("prefill"), Trees()),
+    *(Wrapper("paged"), Wrapper("paged"), Wrapper("ragged"), Wrapper("mixed"), Single("prefill")),
     *(Levels(), Levels(), SharedPrefix("decode"), SharedPrefix("prefill"), Latent()),
     *(TorchAttention(), TorchAttention(), TorchAppend(), TorchGather(), TorchLinear()),
     *(NewTokens("gated_delta_rule_decode"), NewTokens("gated_delta_rule_decode_pretranspose")),

@@ -17,11 +17,7 @@ from mojo_ops.isa.codes import head_units
 from mojo_ops.transfer.gpu.append import append_on_gpu
 from mojo_ops.transfer.gpu.copy_pages import copy_pages_on_gpu
 from mojo_ops.transfer.gpu.gather import gather_on_gpu
-from mojo_ops.transfer.gpu.move_tokens import move_tokens_on_gpu
 from mojo_ops.transfer.gpu.ragged_rows import ragged_rows_on_gpu
-from mojo_ops.transfer.gpu.tree_rows import tree_rows_on_gpu
-from mojo_ops.transfer.move_tokens import TokenMoves
-from mojo_ops.transfer.tree_rows import TreeRows
 
 
 def attention[dtype: DType, kv_dtype: DType, DIM: Int, HEADS: Int, ROTARY: Bool = False](ctx: DeviceContext) raises:
@@ -98,10 +94,6 @@ def copies(ctx: DeviceContext) raises:
     gather_on_gpu(ctx, cache, cache, words, words, numbers, 1)
     ragged_rows_on_gpu(ctx, positions, positions, 1, table, table, 1)
     copy_pages_on_gpu(ctx, cache, cache, 2, numbers, numbers, 1)
-    move_tokens_on_gpu(ctx, cache, cache, 1, 8, TokenMoves(numbers, numbers, numbers, 1))
-    var starts = words.unsafe_bitcast[Int64]()
-    var rows = TreeRows(positions, positions, positions, positions, starts, words.unsafe_bitcast[UInt8](), 1, 1)
-    tree_rows_on_gpu(ctx, rows, numbers, table, table, 1, -1)
     _ = memory^
 
 

@@ -11,7 +11,7 @@ import torch
 
 import paged_kv
 import paged_kv.torch as operators_of_torch
-from paged_kv import cascade, decode, mla, page, prefill, trees
+from paged_kv import cascade, decode, mla, page, prefill
 from paged_kv.attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper
 from support import latent
 from support.prefilling import load_variants as load_prefill
@@ -117,9 +117,6 @@ def calls() -> list[Call]:
         (cascade.merge_state, state + state, {}),
         (cascade.merge_state_in_place, state + state, {}),
         (cascade.merge_states, (f32(3, 2, 2, 8), f32(3, 2, 2)), {}),
-        (trees.tree_mask, (i32(-1, 0, -1, 0, 1), ROWS, i32(3, 0)), {}),
-        (trees.tree_positions, (i32(-1, 0, -1, 0, 1), ROWS, i32(3, 0)), {}),
-        (trees.accepted_rows, ([-1, 0, 1], [5, 6, 7], [6, 7, 8]), {}),
         (paged_kv.packbits, (np.ones(9, bool),), {}),
         (paged_kv.segment_packbits, (np.ones(5, bool), ROWS), {}),
         (page.get_seq_lens, (), {"kv_indptr": TABLE[0], "kv_last_page_len": TABLE[2], "page_size": 4}),

@@ -166,7 +166,6 @@ def test_the_keys_have_every_module_that_builds_a_graph(tmp_path):
         "paged_kv.runtime.variants": KEYS["cpu api"],
         "paged_kv.graphs.ops": CompileKey("an op"),
         "paged_kv.graphs.models.decoder": KEYS["cpu step"],
-        "paged_kv.graphs.models.tree_step": KEYS["cpu step"],
         "paged_kv.max_serve.graph": SERVED,
     }
     command = [sys.executable, "-c", CLOSURE, *of_builders]

@@ -1,4 +1,4 @@
-"""The refusals of graphs/ops.py and graphs/trees.py while a graph is built: nothing here is compiled.
+"""The refusals of graphs/ops.py while a graph is built: nothing here is compiled.
 
 Every call is made from arguments that are right but for one. A call that slipped through would fail otherwise: no
 custom ops are loaded, so MAX does not know the op (`test_the_right_arguments_pass_the_checks`).
@@ -12,7 +12,7 @@ from max.dtype import DType
 from max.graph import BufferType, DeviceRef, Graph, TensorType
 
 from paged_kv.errors import ContractError, ContractTypeError, PagedKVError, ShapeError
-from paged_kv.graphs import ops, trees
+from paged_kv.graphs import ops
 from paged_kv.graphs.ops import PagedCache
 
 CPU, GPU = DeviceRef.CPU(), DeviceRef.GPU()
@@ -45,7 +45,6 @@ TYPES = {
     "view": tensor(I64, 12),
     "row_offsets": tensor(U32, "offsets"),
     "cache_lengths": tensor(U32, "B"),
-    "parents": tensor(I32, "R"),
     "states": tensor(F32, "S", "n", 6, 64),
     "sums": tensor(F32, "S", "n", 6),
 }
@@ -61,8 +60,6 @@ def call(op, types=None, kv_layout="NHD", *, view=False, values=None, **options)
         args.update(values or {})
         if op == "ragged_rows":
             return ops.ragged_rows(args["row_offsets"], args["cache_lengths"], "N")
-        if op == "tree_rows":
-            return trees.TreeRows.of(args["parents"], args["row_offsets"], args["cache_lengths"], **options)
         if op == "merge_states":
             return ops.merge_states(args["states"], args["sums"])
         k_blocks, v_blocks = (args.get("one", args[name]) for name in ("k_blocks", "v_blocks"))
@@ -73,8 +70,6 @@ def call(op, types=None, kv_layout="NHD", *, view=False, values=None, **options)
             return ops.gather(cache, args["indptr"], "N", **options)
         if op == "copy_pages":
             return ops.copy_pages(cache, args["sources"], args["targets"])
-        if op == "move_tokens":
-            return trees.move_tokens(cache, *(args[name] for name in ("batch_indices", "sources", "targets")))
         return ops.attention(cache, args["q"], args["row_batch"], args["row_lengths"], **options)
 
 
@@ -189,22 +184,6 @@ OWN = [
     ("ragged_rows", given("cache_lengths", tensor(U32, "B", device=GPU)), ContractError, "cache_lengths is on gpu"),
     ("ragged_rows", {"values": {"row_offsets": [0, 1]}}, ContractTypeError, "row_offsets must be.*list"),
     ("ragged_rows", {"values": {"cache_lengths": [0, 1]}}, ContractTypeError, "cache_lengths must be.*list"),
-    ("tree_rows", given("parents", tensor(U32, "R")), ContractTypeError, "parents: dtype uint32, expected int32"),
-    ("tree_rows", given("parents", tensor(I32, "R", 2)), ShapeError, "parents: rank 2, expected 1"),
-    ("tree_rows", {"values": {"parents": [-1]}}, ContractTypeError, "parents must be a graph tensor, not list"),
-    ("tree_rows", given("row_offsets", tensor(I32, "offsets")), ContractTypeError, "row_offsets: dtype int32"),
-    ("tree_rows", given("cache_lengths", tensor(U32)), ShapeError, "cache_lengths: rank 0"),
-    ("tree_rows", given("cache_lengths", tensor(U32, "B", device=GPU)), ContractError, "cache_lengths is on"),
-    ("tree_rows", {"window_left": -2}, ContractError, "window_left must be at least -1"),
-    ("tree_rows", {"window_left": 2**31}, ContractError, "window_left must be at most"),
-    ("tree_rows", {"window_left": 1.5}, ContractTypeError, "window_left must be an integer"),
-    ("tree_rows", {"largest_tree": 0}, ContractError, "largest_tree must be at least 1"),
-    ("tree_rows", {"largest_tree": None}, ContractTypeError, "largest_tree must be an integer"),
-    ("move_tokens", given("batch_indices", tensor(U32, "N")), ContractTypeError, "batch_indices: dtype uint32"),
-    ("move_tokens", {"types": {"batch_indices": tensor(I32, 7), "sources": tensor(I32, 6)}}, ShapeError, "s: .*6.*7"),
-    ("move_tokens", {"types": {"batch_indices": tensor(I32, 7), "targets": tensor(I32, 6)}}, ShapeError, "ts: .*7"),
-    ("move_tokens", given("targets", tensor(I32, "N", 1)), ShapeError, "targets: rank 2"),
-    ("move_tokens", given("targets", tensor(I32, "N", device=GPU)), ContractError, "targets is on"),
 ]
 
 
@@ -252,7 +231,7 @@ def test_options_as_graph_values(name, kind, error, message):
             ops.attention_at_run_time(cache, *rows, **{key: args[key].tensor for key in kinds})
 
 
-OPS = ("append", "gather", "copy_pages", "attention", "ragged_rows", "merge_states", "tree_rows", "move_tokens")
+OPS = ("append", "gather", "copy_pages", "attention", "ragged_rows", "merge_states")
 
 
 @pytest.mark.parametrize("op", OPS)

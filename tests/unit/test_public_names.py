@@ -33,7 +33,7 @@ def test_every_public_name_is_in_the_reference():
 
 def test_the_names_are_the_modules_own():
     assert sorted(paged_kv._HOME) == sorted(paged_kv.__all__)
-    for module in ("cache", "cascade", "decode", "page", "pool", "trees"):
+    for module in ("cache", "cascade", "decode", "page", "pool"):
         assert getattr(paged_kv, module).__name__ == f"paged_kv.{module}"
 
 

@@ -51,14 +51,14 @@ COPIED = {1: "uint8", 2: "bfloat16", 4: "float32"}
 _SECONDS = 900
 """After which a build has hung: one takes 10 s on an idle core."""
 _ATTENTION = {"attention", "attention_rotated", "masked_attention", "masked_attention_rotated", "latent"}
-_WITH_PAGES = ("attention", "append", "move_tokens", "gather", "linear")
+_WITH_PAGES = ("attention", "append", "gather", "linear")
 _QUANTISED = ("quantised_linear", "quantised_experts", "quantised_rows")
 """The products by weights in blocks of some encodings, and what unpacks their rows."""
 ALL_ENCODINGS = (1 << len(ENCODINGS)) - 1
 _RECURRENT = ("delta_rule", "selective_scan")
 _LAYERS = (
     *("program", "take_rows", "take_columns", "rms_norm", "rotate", "hadamard", "rotary_tables", "add_scaled"),
-    *("gate_units", "convert", "step_rows", "ragged_rows", "tree_rows", "unary", "binary"),
+    *("gate_units", "convert", "step_rows", "ragged_rows", "unary", "binary"),
     *("mean", "choose_experts", "gate_halves", "weighted_sum"),
 )
 """The small ops of a step, of one dtype, and what runs its program."""
@@ -105,8 +105,6 @@ def _has(kind: str, rows: str, cache: str) -> bool:
         return rows == cache and rows in Q_DTYPES
     if kind == "attention":
         return rows in Q_DTYPES
-    if kind == "move_tokens":
-        return rows == cache in COPIED.values()
     return rows == cache in COPIED.values() or cache in FORMATS
 
 
@@ -120,7 +118,7 @@ class Library:
 
     def kernel(self, kind: str) -> Kernel:
         """One of its kernels."""
-        counts = {"merge": 1, "append": 2, "move_tokens": 2, "gather": 2, "linear": 2, "experts": 2}
+        counts = {"merge": 1, "append": 2, "gather": 2, "linear": 2, "experts": 2}
         counts |= dict.fromkeys((*_QUANTISED, *_RECURRENT, *_LAYERS, *_RECURRENT_LAYERS), 1)
         return Kernel(kind, self.dtypes[: counts.get(kind, 3)], self.mask)
 
@@ -201,7 +199,7 @@ def api_libraries() -> list[Library]:
 
 
 KINDS = (
-    *(*_ATTENTION, "merge", "append", "move_tokens", "gather", "linear", "experts"),
+    *(*_ATTENTION, "merge", "append", "gather", "linear", "experts"),
     *(*_QUANTISED, *_RECURRENT, *_LAYERS, *_RECURRENT_LAYERS),
 )
 

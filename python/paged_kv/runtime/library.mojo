@@ -108,14 +108,6 @@ def append[rows: DType, cache: DType](call: AppendCall) raises:
     call.run[rows, cache]()
 
 
-# Kernel move_tokens
-from mojo_ops.transfer.call import MoveTokensCall
-
-
-def move_tokens[rows: DType, cache: DType](call: MoveTokensCall) raises:
-    call.run[cache]()
-
-
 # Kernel gather
 from mojo_ops.transfer.call import GatherCall
 
@@ -257,14 +249,6 @@ from mojo_ops.transfer.call import RaggedRowsCall
 
 
 def ragged_rows[dtype: DType](call: RaggedRowsCall) raises:
-    call.run()
-
-
-# Kernel tree_rows
-from mojo_ops.transfer.call import TreeRowsCall
-
-
-def tree_rows[dtype: DType](call: TreeRowsCall) raises:
     call.run()
 
 

@@ -252,18 +252,6 @@ def _ragged_rows(op: Operation, layers: Layers) -> Call:
     return _call(layers.kernel("ragged_rows"), **arrays, rows=op.results[0].size, batch=op.operands[1].size)
 
 
-def _tree_rows(op: Operation, layers: Layers) -> Call:
-    *arrays, window_left = op.operands
-    return _call(
-        layers.kernel("tree_rows"),
-        **named("batch_indices slots positions mask mask_starts mask_firsts", op.results),
-        **named("rows mask_bytes", op.results[3].shape),
-        **named("parents row_offsets cache_lengths", arrays),
-        batch=arrays[2].size,
-        window_left=int(window_left.number()),
-    )
-
-
 def _pointwise(op: Operation, layers: Layers) -> Call:
     (y,) = op.results
     if op.name in UNARY:
@@ -462,38 +450,22 @@ def _append(op: Operation, _: Layers) -> Call:
     )
 
 
-def _move_tokens(op: Operation, _: Layers) -> Call:
-    *moves, k, v, table, view = op.operands
-    arrays = named("batch_indices sources targets", moves)
-    kernel, cache = Kernel("move_tokens", (COPIED[k.dtype.size_in_bytes],) * 2), _cache(op, (k, v, table, view))
-    return _call(kernel, **arrays, count=moves[0].size, layers=k.shape[2], cache=cache)
-
-
 def _attention(op: Operation, _: Layers) -> Call:
     (o, lse), (q, row_batch, row_lengths, *rest) = op.results, op.operands
-    masks, kind = [Word(0)] * MASKS.size, "attention"
-    if op.name == "paged_kv_masked_attention":
-        masks, kind, rest = _masks(rest[:5]), "masked_attention", rest[5:]
     cache, (slopes, sinks, window_left, options) = rest[:4], rest[4:]
     if options.data is None or options.data[SOFTMAX_OPTIONS.index("rope_theta")]:
         raise UnknownGraph("attention that rotates keys")
     return _call(
-        Kernel(kind, (q.dtype.name, cache[0].dtype.name, o.dtype.name)),
+        Kernel("attention", (q.dtype.name, cache[0].dtype.name, o.dtype.name)),
         **named("o lse q row_batch row_lengths", (o, lse, q, row_batch, row_lengths)),
         **named("num_rows num_heads head_dim", q.shape),
         **named("slopes num_slopes sinks num_sinks", (slopes, slopes.size, sinks, sinks.size)),
         value_dim=o.shape[2],
         window_left=int(window_left.number()),
         options=options,
-        masks=masks,
+        masks=[Word(0)] * MASKS.size,
         cache=_cache(op, cache),
     )
-
-
-def _masks(operands: Sequence[Value]) -> list[Word]:
-    arrays = named("row_positions token_offsets mask mask_starts mask_firsts", operands)
-    lengths = named("num_positions num_offsets mask_bytes num_starts num_firsts", [each.size for each in operands])
-    return _struct(MASKS, **arrays, **lengths)
 
 
 def _latent_attention(op: Operation, _: Layers) -> Call:
@@ -574,7 +546,6 @@ _OPS: dict[str, tuple[Callable[[Operation, Layers], Call], str]] = {
     "paged_kv_widen": (_convert, "?|?"),
     "paged_kv_step_rows": (_step_rows, "ii|iu"),
     "paged_kv_ragged_rows": (_ragged_rows, "ii|uu"),
-    "paged_kv_tree_rows": (_tree_rows, "iiib?i|iuui"),
     "paged_kv_linear": (_linear, "x*|xw*"),
     "paged_kv_quantised_linear": (_quantised_linear, "x*|xb*"),
     "paged_kv_quantised_rows": (_quantised_rows, "f|bi"),
@@ -589,9 +560,7 @@ _OPS: dict[str, tuple[Callable[[Operation, Layers], Call], str]] = {
     "paged_kv_linear_recurrence": (_linear_recurrence, "f|ffffffiff?uiuii"),
     "paged_kv_gated_norm": (_gated_norm, "x|fx?f"),
     "paged_kv_append": (_append, "|xxii??u?*"),
-    "paged_kv_move_tokens": (_move_tokens, "|iii??u?"),
     "paged_kv_attention": (_attention, "?f|xii??u?ff?f"),
-    "paged_kv_masked_attention": (_attention, "?f|xiiiib?i??u?ff?f"),
     "paged_kv_mla_attention": (_latent_attention, "?f|xxii??u?ff"),
     "BroadcastToOp": (_broadcast_row, "x|x?*"),
 }

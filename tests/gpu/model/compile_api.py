@@ -25,7 +25,7 @@ def main(architecture: str, kernels: str, artefact: str) -> None:
     from max.engine import InferenceSession
     from max.graph import BufferType, DeviceRef, Graph, Module, TensorType
 
-    from paged_kv.graphs import ops, trees
+    from paged_kv.graphs import ops
     from paged_kv.runtime.variants import Op, Variant
     from support.dtype_pairs import GPU_CODE_PAIRS, GPU_DTYPES, GPU_PAIRS
 
@@ -60,19 +60,9 @@ def main(architecture: str, kernels: str, artefact: str) -> None:
         ):
             ops.copy_pages(cache, sources.tensor, targets.tensor)
         graph.output()
-    number, table = TensorType(DType.int32, ["N"], gpu), TensorType(DType.uint32, ["B", "M"], gpu)
-    kinds = [number, number, number, table, pages[0]]
-    with Graph("move_tokens", input_types=kinds, custom_extensions=[ops.kernels()], module=module) as graph:
-        *moves, lookup_table = (value.tensor for value in graph.inputs[:-1])
-        trees.move_tokens(ops.PagedCache.of(graph.inputs[-1].buffer, lookup_table), *moves)
-        graph.output()
-    kinds = [number, TensorType(DType.uint32, ["B_plus_1"], gpu), TensorType(DType.uint32, ["B"], gpu)]
-    with Graph("tree_rows", input_types=kinds, custom_extensions=[ops.kernels()], module=module) as graph:
-        rows = trees.TreeRows.of(*(value.tensor for value in graph.inputs))
-        graph.output(rows.slots, rows.mask)
     session = InferenceSession(devices=[CPU(), Accelerator()])
     session.compile(module, custom_extensions=[ops.kernels()]).export_mef(artefact)
-    print(len(variants) + 4, "graphs", flush=True)
+    print(len(variants) + 2, "graphs", flush=True)
 
 
 if __name__ == "__main__":

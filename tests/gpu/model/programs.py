@@ -38,8 +38,6 @@ KINDS = {
     "gather": "transfer_gpu_gather",
     "ragged_rows": "transfer_gpu_ragged",
     "copy_pages": "transfer_gpu_copy_pa",
-    "move_tokens": "transfer_gpu_move_to",
-    "tree_rows": "transfer_gpu_tree_ro",
 }
 """The work of each kernel of compile_gpu_kernels.mojo, by its module: the compiler shortens the names of kernels."""
 

@@ -36,7 +36,7 @@ def sm90() -> list[Kernel]:
     printed, found = programs.api()
     # Attention without and with masks, append; and gather.
     of_codes = 3 * len(GPU_CODE_PAIRS) + len(CODES)
-    assert printed.strip() == f"{3 * (len(GPU_PAIRS) + 1) + of_codes + 2 * len(BITS) + len(GPU_DTYPES) + 4} graphs"
+    assert printed.strip() == f"{3 * (len(GPU_PAIRS) + 1) + of_codes + 2 * len(BITS) + len(GPU_DTYPES) + 2} graphs"
     return found
 
 
@@ -51,13 +51,12 @@ def test_every_kernel_of_the_api_is_there(sm90):
     row_copies = 2 * 2 * len(BITS)  # append and gather, 16 bytes or an element at once
     row_copies += 2 * (len(GPU_CODE_PAIRS) + len(CODES))  # of codes, aligned or not
     page_copies = 2  # 16 bytes or an element at once
-    trees = 3  # moves as page copies, and the rows
     found = Counter(kernel_of(kernel.name) for kernel in sm90)
     attention = {"gpu/hopper": hopper, "gpu/generic": generic, "gpu/latent": pairs * LATENT_SIZES}
     around = {"gpu/schedule": schedules, "gpu/combine": schedules, "merge_states": len(GPU_DTYPES)}
     for kernel, count in (attention | around).items():
         assert found.pop(kernel) == count, kernel
-    assert found.total() == row_copies + page_copies + trees + 1  # ragged_rows
+    assert found.total() == row_copies + page_copies + 1  # ragged_rows
     threads = Counter(kernel.max_threads for kernel in sm90 if kernel_of(kernel.name) == "gpu/hopper")
     assert threads == {HOPPER_THREADS: hopper - float8, FLOAT8_THREADS: float8}
 
@@ -87,8 +86,6 @@ COUNTS = {
     "gather": 6,
     "ragged_rows": 1,
     "copy_pages": 2,
-    "move_tokens": 2,
-    "tree_rows": 1,
     "merge": 2,
 }
 
