@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.provenance import CHECKOUT, commit
+from paged_kv.bench.provenance import commit
 
 if TYPE_CHECKING:
     from benchmarks.gpu_systems import Point, Source
@@ -126,7 +126,7 @@ def provenance(device: str) -> dict[str, str]:
     import torch
 
     written = Path(__file__).with_name("COMMIT")  # in a bundle
-    found = written.read_text().strip() if written.is_file() else commit(CHECKOUT)
+    found = written.read_text().strip() if written.is_file() else commit()
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     return {"device": name, "date": datetime.date.today().isoformat(), "commit": found}
 

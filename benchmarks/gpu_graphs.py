@@ -14,14 +14,14 @@ from max.dtype import DType
 from max.engine import Model
 from max.graph import Graph, Module, TensorType
 
-from paged_kv.bench.peers import max_flash
+from paged_kv.bench.peers import max_cpu
 from paged_kv.graphs.attention import GpuKernel
 from paged_kv.runtime.artefacts import load_graphs
 from paged_kv.runtime.compile_key import CompileKey
 from paged_kv.runtime.session import Runtime
 from paged_kv.runtime.variants import Variant
 
-_SOURCE = hashlib.sha256(b"".join(Path(name).read_bytes() for name in (__file__, max_flash.__file__))).hexdigest()[:16]
+_SOURCE = hashlib.sha256(b"".join(Path(name).read_bytes() for name in (__file__, max_cpu.__file__))).hexdigest()[:16]
 """The sources of these graphs, for their keys."""
 
 
@@ -73,10 +73,10 @@ def attention(
 
 
 def flash_attention(runtime: Runtime, dtype: DType, heads: int, kv_heads: int, head_dim: int) -> GraphSpec:
-    """MAX's own paged flash attention: inputs as `max_flash.flash_graph` says."""
-    name = f"max_flash_{dtype.name}_{heads}_{kv_heads}_{head_dim}"
+    """MAX's own paged flash attention: inputs as `max_cpu.flash_graph` says."""
+    name = f"max_cpu_{dtype.name}_{heads}_{kv_heads}_{head_dim}"
 
     def build(module: Module) -> None:
-        max_flash.flash_graph(name, dtype, heads, kv_heads, head_dim, runtime.device, module)
+        max_cpu.flash_graph(name, dtype, heads, kv_heads, head_dim, runtime.device, module)
 
     return GraphSpec(name, CompileKey(f"{name} {_SOURCE}", (), runtime.architecture), build)

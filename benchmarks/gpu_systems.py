@@ -19,7 +19,7 @@ from paged_kv.arrays.devices import gpu
 from paged_kv.arrays.host import HOST, to_buffer, to_numpy
 from paged_kv.arrays.pages import Pages
 from paged_kv.arrays.types import ArrayDevice
-from paged_kv.bench.peers.max_flash import HOST_INPUTS, PAGE_SIZE, flash_inputs
+from paged_kv.bench.peers.max_cpu import HOST_INPUTS, PAGE_SIZE, flash_inputs
 from paged_kv.options import AttentionOptions
 from paged_kv.runtime.session import runtime_on
 from paged_kv.runtime.variants import Variant

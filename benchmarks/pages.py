@@ -1,25 +1,22 @@
-"""The results of `benchmarks.decode_cpu` as two sections of docs/performance.md, and as the README's picture.
+"""The results of `paged-kv bench --all` as two sections of docs/performance.md, and as pictures.
 
-    python -m benchmarks.pages [FOLDER]
+    paged-kv bench --all --out benchmarks/results/decode_cpu && python -m benchmarks.pages
 
-FOLDER has a file of each CPU family; benchmarks/results/decode_cpu is the default.
-`python -m benchmarks.decode_cpu --update-pages` does it after a run.
+The folder has a file of each CPU family; a roofline is drawn beside each. The README has the picture of all families.
 """
 
 from __future__ import annotations
 
 import statistics
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.decode_cpu.goals import share_cell, versus_line
-from benchmarks.decode_cpu.roofline import OURS, THEIRS, save
-from benchmarks.provenance import CHECKOUT as CHECKOUT
-from paged_kv.bench.compare import read_results
-from paged_kv.bench.results import Row
+from benchmarks import CHECKOUT
+from paged_kv.bench.report import share_cell, versus_line
+from paged_kv.bench.results import Results, Row, read_results
 
+RESULTS = "benchmarks/results/decode_cpu"
 BARS = "docs/pictures/decode_cpu_bars.png"
 MARK = "decode_cpu"
 """The section of a page between `<!-- decode_cpu: begin -->` and `<!-- decode_cpu: end -->` is written here."""
@@ -27,17 +24,18 @@ VERSUS = "decode_cpu_versus"
 """The mark of the other section."""
 LONGEST = 8.0
 """Longer bars are cut here, and say so: the axis begins at 0, so that lengths can be compared."""
-Results = Mapping[str, Any]
-"""The results of one CPU family, as its file has them."""
+OURS, THEIRS = "#c2410c", "#64748b"
 
 
-def write(folder: Path) -> None:
-    """Both sections and the picture, from every family's file in a folder of this checkout."""
-    families = [read_results(path) for path in sorted(folder.glob("*.json"))]
-    draw(families, CHECKOUT / BARS)
-    section = markdown(families, f"../{folder.relative_to(CHECKOUT).as_posix()}/{{family}}.png")
+def write() -> None:
+    """Both sections and the pictures, from every family's file."""
+    paths = sorted((CHECKOUT / RESULTS).glob("*.csv"))
+    families = [read_results(path) for path in paths]
+    for path, results in zip(paths, families, strict=True):
+        draw_roofline(results, path.with_suffix(".png"))
+    draw_bars(families, CHECKOUT / BARS)
     page = CHECKOUT / "docs" / "performance.md"
-    update_page(page, section)
+    update_page(page, markdown(families, f"../{RESULTS}/{{family}}.png"))
     update_page(page, summary(families, BARS.removeprefix("docs/")), VERSUS)
 
 
@@ -59,11 +57,11 @@ def summary(families: Sequence[Results], picture: str) -> str:
     lines += [f"- {_where(results)}" for results in families]
     lines += ["", "The other system's time over paged-kv's:", "", *_head("case | other system", families)]
     for rows in by_case(families).values():
-        found = [{} if row is None else ratios(row) for row in rows]
-        labels = dict.fromkeys(label for one in found for label in one)
+        factors = [{} if row is None else ratios(row) for row in rows]
+        labels = dict.fromkeys(label for one in factors for label in one)
         title = next(row["title"] for row in rows if row)
         for label in labels:
-            cells = [f"{one[label]:.2g}x" if label in one else "" for one in found]
+            cells = [f"{one[label]:.2g}x" if label in one else "" for one in factors]
             lines.append(f"| {title} | {label} | {' | '.join(cells)} |")
             title = ""
     return "\n".join(lines)
@@ -113,7 +111,7 @@ def ratios(row: Row) -> dict[str, float]:
 def _family(results: Results) -> list[str]:
     """One family: what was measured where, and every comparison with its target."""
     rows = _measured(results)
-    commits = dict.fromkeys(row["commit"] for row in rows)
+    commits = dict.fromkeys(row["commit"] or "" for row in rows)
     lines = [
         f"### {results['family']}",
         "",
@@ -146,7 +144,7 @@ def _three(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def draw(families: Sequence[Results], path: Path) -> None:
+def draw_bars(families: Sequence[Results], path: Path) -> None:
     """Writes a PNG: how many times as long as paged-kv other systems take, case by case, a panel a CPU family."""
     import matplotlib
 
@@ -198,5 +196,71 @@ def _bar(axes: Any, y: float, row: Row, label: str | None) -> None:
     axes.annotate(text, (min(found, LONGEST), y), (4, 0), textcoords="offset points", va="center", fontsize=7)
 
 
+def draw_roofline(results: Results, path: Path) -> None:
+    """Writes a PNG: arithmetic a second over arithmetic per byte, ours and the others', under the machine's own roof.
+
+    Cases without arithmetic or a figure are left out, and nothing is written where none is left.
+    """
+    rows = [row for row in results["rows"] if row["flops"] and row["ms"]]
+    if not rows:
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import FuncFormatter
+
+    figure, axes = pyplot.subplots(figsize=(9, 5.4), dpi=120)
+    bandwidth = statistics.median([row["read_gb_per_s"] for row in rows])
+    peaks = {name: flops / 1e9 for name, flops in results["peaks"].items()}
+    intensities = [row["flops"] / row["bytes"] for row in rows]
+    left, right = min(intensities) / 2, max([*intensities, max(peaks.values(), default=0) / bandwidth]) * 2
+    top = max(peaks.values(), default=bandwidth * right)
+    axes.plot([left, top / bandwidth], [left * bandwidth, top], color="black", linewidth=1.5)
+    axes.annotate(f"read bandwidth {bandwidth:.0f} GB/s", (left * 1.1, left * bandwidth * 1.9), rotation=37, fontsize=9)
+    for name, peak in peaks.items():
+        axes.plot([peak / bandwidth, right], [peak, peak], color="black", linewidth=1, linestyle="--")
+        axes.annotate(f"{name} matrix product of torch", (right, peak * 1.08), ha="right", fontsize=8)
+
+    for row, x in zip(rows, intensities, strict=True):
+        for versus in row["versus"]:
+            for peer in versus["peers"]:
+                if peer["ms"]:
+                    axes.plot(x, row["flops"] / peer["ms"] / 1e6, "x", color=THEIRS, markersize=6)
+        axes.plot(x, row["flops"] / row["ms"] / 1e6, "o", color=OURS, markersize=6)
+    # Cases of one intensity share a label.
+    named: dict[float, list[Any]] = {}
+    for row, x in zip(rows, intensities, strict=True):
+        named.setdefault(float(f"{x:.1e}"), []).append(row)
+    for x, group in named.items():
+        low = min(row["flops"] / row["ms"] / 1e6 for row in group)
+        label = ", ".join(row["case"] for row in group[:2]) + (" ..." if len(group) > 2 else "")
+        axes.annotate(label, (x, low), (7, -5), textcoords="offset points", fontsize=7, color=OURS)
+
+    axes.plot([], [], "o", color=OURS, label="paged-kv")
+    axes.plot([], [], "x", color=THEIRS, label="other systems")
+    axes.set(xscale="log", yscale="log", xlim=(left, right))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set_xlabel("FLOP per byte that must be read")
+    axes.set_ylabel("GFLOP/s")
+    axes.set_title(f"{results['family']}: {rows[0]['machine']}, {rows[0]['date']}", fontsize=9)
+    axes.grid(True, which="both", color="#e5e7eb", linewidth=0.6)
+    axes.legend(loc="lower right", frameon=False)
+    figure.tight_layout()
+    save(figure, path)
+    pyplot.close(figure)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Writes a PNG of 64 colours, a quarter of the bytes: pictures are in the repository."""
+    from PIL import Image  # matplotlib's own
+
+    figure.savefig(path)
+    with Image.open(path) as drawn:
+        small = drawn.convert("RGB").quantize(64)
+    small.save(path, optimize=True)
+
+
 if __name__ == "__main__":
-    write(Path(sys.argv[1]).resolve() if sys.argv[1:] else CHECKOUT / "benchmarks" / "results" / "decode_cpu")
+    write()

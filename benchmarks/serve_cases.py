@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paged_kv.bench.case_kinds import StepCase
+from paged_kv.bench.weight_cases import StepCase
 
 MODELS = {
     "small": StepCase(

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.checkpoints import write_folder, write_gguf
-from paged_kv.bench.case_kinds import StepCase
-from paged_kv.bench.problems import StepProblem
+from paged_kv.bench.model_files import write_folder, write_gguf
+from paged_kv.bench.steps import StepProblem
+from paged_kv.bench.weight_cases import StepCase
 from paged_kv.engine.demo import BOS_ID, CHAT_TEMPLATE, EOS_ID, PAD_ID, SPECIAL_TOKENS, byte_tokenizer
 from paged_kv.errors import ToolchainError
 

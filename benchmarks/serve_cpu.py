@@ -14,7 +14,7 @@ hold.
 What is not installed is left out, and the results say so:
 
     MAX Serve           pip install 'paged-kv[max-serve]' for the interpreter that runs this
-    vLLM                decode_cpu/vllm_step.py says how; PAGED_KV_VLLM_PYTHON names the interpreter of its environment
+    vLLM                paged_kv/bench/peers/vllm_step.py says how; PAGED_KV_VLLM_PYTHON names its interpreter
     llama.cpp           `llama-server` with `llama-quantize` beside it, by PAGED_KV_LLAMA_SERVER or on the PATH;
                         servers/http.py says how to build them. GGUF files are written with pip install gguf
     the picture         pip install matplotlib
@@ -36,14 +36,13 @@ from typing import Any
 
 import click
 
-from benchmarks import provenance, serve_report
-from benchmarks.pages import CHECKOUT, update_page
+from benchmarks import CHECKOUT, serve_report
+from benchmarks.pages import update_page
 from benchmarks.serve_cases import CASES, MODELS, SIZES, TOGETHER, size_of
 from benchmarks.serve_checkpoint import write_checkpoint
-from benchmarks.serve_results import Row, merged, row_of
+from benchmarks.serve_results import Row, merged, row_of, write_json
 from benchmarks.serve_run import Group
-from paged_kv.bench import report
-from paged_kv.bench.provenance import cpu_family
+from paged_kv.bench.provenance import cpu_family, provenance
 from paged_kv.errors import ContractError, PagedKVError
 from paged_kv.runtime.cache_folder import cache_folder
 
@@ -100,7 +99,7 @@ def serve_cpu(
             click.echo(f"{model}, {group}: starting {', '.join(keys)} ...", err=True)
             with tempfile.TemporaryDirectory() as logs, Group(keys, checkpoint, Path(logs), size) as alive:
                 for case in cases:
-                    row = row_of(case, group, alive.measure(case, turns), provenance.provenance())
+                    row = row_of(case, group, alive.measure(case, turns), provenance())
                     write(path, [row], alive.versions)  # after every case: a run that is broken off is not in vain
                     click.echo(serve_report.text([row]))
     if update_pages:
@@ -111,7 +110,7 @@ def write(path: Path, rows: list[Row], versions: dict[str, str]) -> None:
     """Adds rows to a family's file."""
     earlier: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"rows": [], "versions": {}}
     found = {"family": path.stem, "versions": earlier["versions"] | versions, "rows": merged(earlier["rows"], rows)}
-    report.write_json(found, path)
+    write_json(found, path)
 
 
 def write_pages(folder: Path, checkout: Path) -> None:

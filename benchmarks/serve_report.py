@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.decode_cpu.roofline import OURS, THEIRS, save
+from benchmarks.pages import OURS, THEIRS, save
 from benchmarks.serve_cases import MODELS, ServeCase
 from benchmarks.serve_results import Row, by_case, systems_of
 from benchmarks.servers import SYSTEMS

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.serve_cases import CASES, ENGINE, TOGETHER, VERSUS, ServeCase, Versus
@@ -89,3 +91,16 @@ def _overhead(case: ServeCase, figures: Figures) -> dict[str, float | None] | No
 def _median(values: Iterable[float]) -> float | None:
     found = list(values)
     return statistics.median(found) if found else None
+
+
+def write_json(results: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(_rounded(results), indent=1) + "\n")
+
+
+def _rounded(value: Any) -> Any:
+    """Six digits are more than any of these figures has."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {name: _rounded(item) for name, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value

@@ -24,9 +24,8 @@ import numpy as np
 import numpy.typing as npt
 from max.dtype import DType
 
-from paged_kv.bench.case_kinds import StepCase
-from paged_kv.bench.ours import decoder_config
-from paged_kv.bench.problems import StepProblem
+from paged_kv.bench.steps import StepProblem, decoder_config
+from paged_kv.bench.weight_cases import StepCase
 from paged_kv.engine.engine import Engine
 from paged_kv.engine.model import DecoderModel
 from paged_kv.engine.sampling import Sampling

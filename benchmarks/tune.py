@@ -25,11 +25,10 @@ from typing import Any
 
 import click
 
-from benchmarks.provenance import provenance
 from benchmarks.tune_job import TUNE_CASES
 from benchmarks.tuning_table import Row, TuningTable, Values
 from paged_kv.bench.case_kinds import AttentionCase, Case
-from paged_kv.bench.provenance import cpu_family
+from paged_kv.bench.provenance import cpu_family, provenance
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
 
 HERE = Path(__file__).resolve().parent

@@ -21,23 +21,20 @@ from unittest.mock import patch
 
 from max.driver import set_virtual_cpu_target
 
-from benchmarks.decode_cpu.cases import CASES as EVERY_CASE
-from benchmarks.decode_cpu.quantised import QuantisedCase
-from paged_kv.bench.case_kinds import Case, LinearCase
+from paged_kv.bench.case_kinds import Case
 from paged_kv.bench.cases import CASES
 from paged_kv.bench.job import take_turns
 from paged_kv.bench.ours import OursAttention, OursLinear, make_ours
 from paged_kv.bench.problems import problem_of
+from paged_kv.bench.weight_cases import LinearCase
 from paged_kv.graphs import ops
 from paged_kv.runtime.session import Runtime
 
 TUNE_CASES: dict[str, Case] = {
     **{case.name: case for case in CASES},
     "linear-4": LinearCase("linear-4", "linear bf16, 8192 x 4096, 4 rows", rows=4),
-    **{case.name: case for case in EVERY_CASE if isinstance(case, QuantisedCase)},
 }
-"""Cases that may decide a field: the benchmark's grid, the most rows for which the linear layer's fields count, and
-weights in blocks."""
+"""Cases that may decide a field: the benchmark's, and the most rows for which the linear layer's fields count."""
 
 BLOCK = 0.02
 """Seconds of runs that are timed together."""

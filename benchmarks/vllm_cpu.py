@@ -4,7 +4,7 @@
         [--turns 5] [--steps 6]
 
 The model is that of `benchmarks.transformers_cpu`, a Llama of 1.1 G random parameters in bfloat16, and the engine that
-of `benchmarks.decode_cpu`, compiled as by default. B requests have one prompt, which is computed first. The two
+of `paged-kv bench`, compiled as by default. B requests have one prompt, which is computed first. The two
 processes take turns, in rotated order; a turn is the median of its steps. Results are the medians of turns, and of the
 turns' ratios.
 """
@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 from statistics import median
 
-from benchmarks.decode_cpu.vllm_step import EngineProcess
 from benchmarks.transformers_cpu import SIZES, random_model
+from paged_kv.bench.peers.vllm_step import EngineProcess
 
 SYSTEMS = {"vLLM": "", "with the plugin": "paged_kv"}
 """The values of `VLLM_PLUGINS`."""

@@ -2,7 +2,7 @@
 
 A new one is a row of `TABLE` and a struct at the same place of `ENCODINGS` in
 mojo_ops/linear/quantised/encodings.mojo, with random blocks for tests and benchmarks in
-benchmarks/decode_cpu/blocks.py.
+python/paged_kv/bench/blocks.py.
 """
 
 from __future__ import annotations

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from benchmarks import CHECKOUT
 from benchmarks.gpu_bundle import steps
-from benchmarks.provenance import CHECKOUT, commit
+from paged_kv.bench.provenance import commit
 from paged_kv.errors import ToolchainError
 from paged_kv.runtime.compile_key import Sources
 from paged_kv.versions import PINNED, VERSION
@@ -64,7 +65,7 @@ def own_package(site: Path) -> None:
     benchmarks = site / "benchmarks"
     shutil.rmtree(benchmarks, ignore_errors=True)
     shutil.copytree(CHECKOUT / "benchmarks", benchmarks, ignore=shutil.ignore_patterns("__pycache__", "results"))
-    (benchmarks / "COMMIT").write_text(f"{commit(CHECKOUT)}\n")
+    (benchmarks / "COMMIT").write_text(f"{commit()}\n")
     distribution(site, "paged_kv", VERSION)
 
 
@@ -78,7 +79,7 @@ def tests(out: Path) -> None:
 def scripts(out: Path) -> None:
     """Copy what runs the steps."""
     shutil.copy(Path(__file__).with_name("run.py"), out)
-    (out / "steps.json").write_text(steps.as_json(commit(CHECKOUT)))
+    (out / "steps.json").write_text(steps.as_json(commit()))
 
 
 def programs(out: Path) -> list[str]:

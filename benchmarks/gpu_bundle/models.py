@@ -12,8 +12,8 @@ import numpy as np
 from max.dtype import DType
 
 from benchmarks.gpu_bundle.run import emit
-from paged_kv.bench.case_kinds import StepCase
-from paged_kv.bench.ours import decoder_config
+from paged_kv.bench.steps import StepProblem, decoder_config
+from paged_kv.bench.weight_cases import StepCase
 from paged_kv.checkpoint.config import load_config
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.engine.step import DEMO_DTYPE, StepGraph
@@ -89,7 +89,6 @@ def pages(device: str) -> str:
 
 
 def llama(device: str) -> str:
-    from paged_kv.bench.problems import StepProblem
     from paged_kv.engine.model import DecoderModel
     from paged_kv.runtime.session import runtime_on
 

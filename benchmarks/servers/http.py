@@ -2,7 +2,7 @@
 
 `paged-kv serve` and MAX Serve with its own architecture run in the environment of the interpreter that runs the
 benchmark, MAX Serve where that has pip install 'paged-kv[max-serve]'. vLLM's server on the CPU is compiled as by
-default; decode_cpu/vllm_step.py says how to install it, and the variable. llama.cpp's, `llama-server`, reads
+default; paged_kv/bench/peers/vllm_step.py says how to install it, and the variable. llama.cpp's, `llama-server`, reads
 GGUF files of the same weights; it comes with releases of llama.cpp, or: cmake -B build -DGGML_NATIVE=ON && cmake
 --build build -t llama-server -t llama-quantize. It is looked for by PAGED_KV_LLAMA_SERVER, a path, else by name.
 """
@@ -17,9 +17,9 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.decode_cpu.vllm_step import environment, python
 from benchmarks.serve_checkpoint import LLAMA_SERVER, Checkpoint
 from benchmarks.servers.base import HOST, MODEL, HttpServer
+from paged_kv.bench.peers.vllm_step import environment, python
 from paged_kv.runtime.cache_folder import cache_folder
 
 

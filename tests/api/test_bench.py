@@ -6,20 +6,26 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.decode_cpu.blocks import random_blocks
-from benchmarks.decode_cpu.cases import CASES, PEERS
-from benchmarks.decode_cpu.latent import LatentCase
-from benchmarks.decode_cpu.quantised import BYTES_OF_256, ExpertCase
-from benchmarks.decode_cpu.steps import FileStepCase
-from benchmarks.decode_cpu.wrappers import CascadeCase, PrefillCase
 from paged_kv import reference
-from paged_kv.bench import cases, job
-from paged_kv.bench.case_kinds import MIN_COPIES, MIN_ROTATED, AppendCase, AttentionCase, LinearCase, StepCase, named
-from paged_kv.bench.cases import QUICK, Selection
+from paged_kv.bench import job
+from paged_kv.bench.blocks import random_blocks
+from paged_kv.bench.case_kinds import (
+    MIN_COPIES,
+    MIN_ROTATED,
+    AppendCase,
+    AttentionCase,
+    CascadeCase,
+    LatentCase,
+    PrefillCase,
+    named,
+)
+from paged_kv.bench.cases import CASES, PEERS, QUICK, USUAL, cases_of, selected
 from paged_kv.bench.ours import make_ours
-from paged_kv.bench.peers.base import Peer
-from paged_kv.bench.problems import llama_config, problem_of
+from paged_kv.bench.peer import Peer
+from paged_kv.bench.problems import problem_of
 from paged_kv.bench.run import reason
+from paged_kv.bench.steps import llama_config
+from paged_kv.bench.weight_cases import BYTES_OF_256, ExpertCase, LinearCase, StepCase
 from paged_kv.errors import ContractError
 from paged_kv.graphs.encodings import ENCODINGS
 from support import harness
@@ -35,12 +41,21 @@ def make_peer(key):
     return named(PEERS[key])()
 
 
-@pytest.mark.parametrize(("grid", "peers"), [(cases.CASES, cases.PEERS), (CASES, PEERS)], ids=["wheel", "checkout"])
-def test_a_grid_names_what_there_is(grid, peers):
-    assert {peer for case in grid for peer in case.peers} == set(peers)
-    names = [case.name for case in grid]
-    assert set(QUICK) <= set(names)
+def test_cases_name_what_there_is():
+    assert {peer for case in CASES for peer in case.peers} == set(PEERS)
+    names = [case.name for case in CASES]
+    assert set(QUICK) <= {case.name for case in USUAL} <= set(names)
     assert len(set(names)) == len(names)
+
+
+def test_the_usual_cases_are_compared_with_what_the_extra_installs_and_vllm():
+    usual = cases_of("sapphirerapids")
+    assert [case.name for case in usual] == [case.name for case in USUAL]
+    assert {peer for case in usual for peer in case.peers} == {
+        *("torch", "gather", "torch-linear", "transformers", "max"),
+        *("vllm-16", "vllm-32", "vllm-amx-32", "vllm-amx-64", "vllm-amx-128"),
+    }
+    assert cases_of("sapphirerapids", every=True) == CASES
 
 
 def test_memory_bound_cases_are_large_and_rotate():
@@ -81,11 +96,11 @@ def test_a_step_counts_the_weights_that_it_reads():
     assert 1.05e9 < BY_NAME["step-1"].parameters < 1.15e9
 
 
-def test_a_selection_refuses_unknown_names():
-    assert Selection.of((), with_peers=True).cases == cases.CASES
-    assert [case.name for case in Selection.of((), quick=True, with_peers=True).cases] == list(QUICK)
-    with pytest.raises(ContractError, match="'nope' is none of bf16, f32"):
-        Selection.of(("bf16", "nope"), with_peers=True)
+def test_cases_are_selected_by_name():
+    assert selected(CASES, ()) == CASES
+    assert [case.name for case in selected(CASES, ("mla-16", "bf16", "mla-16"))] == ["mla-16", "bf16"]
+    with pytest.raises(ContractError, match=r"--cases: expected one of bf16, .*, got 'nope'"):
+        selected(CASES, ("bf16", "nope"))
 
 
 # --- right and wrong results
@@ -203,7 +218,7 @@ def test_the_reference_of_a_mixture_is_what_transformers_computes():
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    case = FileStepCase("", "", batch=2, tokens=6, context=0, dtype="float32", experts=8, chosen=3, **TINY_STEP)
+    case = StepCase("", "", batch=2, tokens=6, context=0, dtype="float32", experts=8, chosen=3, **TINY_STEP)
     problem = problem_of(case)
     own = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": case.intermediate}
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**llama_config(case), **own, norm_topk_prob=True)).eval()

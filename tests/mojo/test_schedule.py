@@ -7,9 +7,9 @@ import functools
 
 import pytest
 
-from benchmarks.decode_cpu.cases import CASES
-from benchmarks.decode_cpu.quantised import QuantisedCase
-from paged_kv.bench.case_kinds import AppendCase, AttentionCase, LinearCase
+from paged_kv.bench.case_kinds import AppendCase, AttentionCase
+from paged_kv.bench.cases import CASES
+from paged_kv.bench.weight_cases import LinearCase, QuantisedCase
 from support.mojo_programs import run_program
 from support.schedule import Schedule, Segment, run_plan, run_tasks
 

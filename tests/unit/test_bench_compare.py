@@ -1,11 +1,12 @@
 """`paged-kv bench --compare`: what became slower, by ratios of turns where there are any."""
 
-import json
+from pathlib import Path
 
 import pytest
 
-from paged_kv.bench import compare, provenance
+from paged_kv.bench import provenance
 from paged_kv.bench.compare import changes, slower
+from paged_kv.bench.results import read_results, write_results
 from paged_kv.bench.run import Run
 from paged_kv.cli import _run
 from paged_kv.errors import ContractError
@@ -13,16 +14,19 @@ from paged_kv.errors import ContractError
 
 def row(case="a", *, ms=1.0, share=None, right=True, note=None, **ratios):
     """As `results.row_of` makes it; a peer of ratio 0 was wrong."""
+    figures = {"note": None, "ms": None, "rate": None, "gb_per_s": None, "error": None}
     peers = [
-        {"name": name, "ratio": ratio or 99.0, "right": bool(ratio), "note": None} for name, ratio in ratios.items()
+        figures | {"key": name, "name": name, "ratio": ratio or 99.0, "right": bool(ratio)}
+        for name, ratio in ratios.items()
     ]
     return {
         "case": case,
         "ms": ms,
         "share": share,
+        "share_target": None,
         "right": right,
         "note": note,
-        "versus": [{"label": "others", "peers": peers}],
+        "versus": [{"label": "others", "at_least": None, "peers": peers}],
     }
 
 
@@ -39,8 +43,8 @@ def row(case="a", *, ms=1.0, share=None, right=True, note=None, **ratios):
     ids=["share", "factor", "factors", "wrong peer", "no common peer", "no share now"],
 )
 def test_a_case_is_compared_by_what_is_surest(old, new, measure, factor):
-    (found,) = changes([old], [new])
-    assert (found.measure, found.factor) == (measure, pytest.approx(factor))
+    (change,) = changes([old], [new])
+    assert (change.measure, change.factor) == (measure, pytest.approx(factor))
 
 
 @pytest.mark.parametrize(
@@ -63,25 +67,35 @@ def test_a_figure_that_is_gone_counts_as_slower():
 
 
 def test_files_that_are_no_results_are_refused(tmp_path):
-    for text in ("{", "[]", '{"rows": []}', '{"rows": {}, "family": "znver5"}'):
-        (tmp_path / "x.json").write_text(text)
-        with pytest.raises(ContractError, match=r"x\.json: no results with a CPU family"):
-            compare.read_results(tmp_path / "x.json")
+    for text in ("", "{", "family\n", "a,b\n1,2\n", "family,case,key\nznver5,bf16,ours\n", "family,\0\n"):
+        (tmp_path / "x.csv").write_text(text)
+        with pytest.raises(ContractError, match=r"x\.csv: expected a CSV file of results"):
+            read_results(tmp_path / "x.csv")
+    (tmp_path / "x.csv").write_bytes(b"\xff\xfe")
+    with pytest.raises(ContractError, match=r"x\.csv: expected a CSV file of results"):
+        read_results(tmp_path / "x.csv")
     with pytest.raises(ContractError, match="No such file"):
-        compare.read_results(tmp_path / "y.json")
+        read_results(tmp_path / "y.csv")
+
+
+@pytest.mark.parametrize("family", ["cooperlake", "sapphirerapids", "znver3", "znver4", "znver5"])
+def test_a_committed_file_stays_as_it_is_when_it_is_read_and_written(family, tmp_path):
+    path = Path(__file__).parents[2] / "benchmarks" / "results" / "decode_cpu" / f"{family}.csv"
+    write_results(read_results(path), tmp_path / "copy.csv")
+    assert (tmp_path / "copy.csv").read_text() == path.read_text()
 
 
 # --- the command
 
 
 def written(path, family, *rows):
-    path.write_text(json.dumps({"family": family, "rows": rows}))
+    write_results({"family": family, "versions": {}, "peaks": {}, "rows": rows}, path)
     return str(path)
 
 
 def test_two_files_are_compared(tmp_path, capsys):
-    old = written(tmp_path / "old.json", "znver5", row("hnd", share=0.8), row("f16", x=2))
-    new = written(tmp_path / "new.json", "znver5", row("hnd", share=0.7), row("f16", x=3))
+    old = written(tmp_path / "old.csv", "znver5", row("hnd", share=0.8), row("f16", x=2))
+    new = written(tmp_path / "new.csv", "znver5", row("hnd", share=0.7), row("f16", x=3))
     assert _run(["bench", "--compare", old, "--measured", new]) == 1
     out = capsys.readouterr().out
     for words in ("by more than 5%", "share", "0.80", "0.70", "0.87", "SLOWER", "faster"):
@@ -99,7 +113,7 @@ def test_a_run_is_compared_with_what_its_file_held_before(tmp_path, monkeypatch,
     monkeypatch.setattr(provenance, "cpu_family", lambda: "znver5")
     command = ["bench", "--cases", "hnd", "--no-peers", "--out", str(tmp_path)]
     assert _run(command) == 0
-    command += ["--compare", str(tmp_path / "znver5.json")]
+    command += ["--compare", str(tmp_path / "znver5.csv")]
     assert _run(command) == 0
     result["ours"]["seconds"] = [1.2e-2] * 3
     assert _run(command) == 1
@@ -109,10 +123,10 @@ def test_a_run_is_compared_with_what_its_file_held_before(tmp_path, monkeypatch,
 def test_families_are_not_compared(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(provenance, "cpu_family", lambda: "znver5")
     monkeypatch.setattr(Run, "job", lambda *_: pytest.fail("measured before it was refused"))
-    old = written(tmp_path / "old.json", "sapphirerapids", row("hnd", share=0.8))
-    new = written(tmp_path / "new.json", "znver5", row("hnd", share=0.8))
+    old = written(tmp_path / "old.csv", "sapphirerapids", row("hnd", share=0.8))
+    new = written(tmp_path / "new.csv", "znver5", row("hnd", share=0.8))
     for command in (["--cases", "hnd"], ["--measured", new]):
         assert _run(["bench", "--compare", old, *command]) == 2
         assert "of CPU family sapphirerapids, and these are of znver5" in capsys.readouterr().err
     assert _run(["bench", "--measured", new]) == 2
-    assert "--measured needs --compare" in capsys.readouterr().err
+    assert "--measured: requires --compare" in capsys.readouterr().err

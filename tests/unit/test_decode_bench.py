@@ -1,19 +1,15 @@
-"""`python -m benchmarks.decode_cpu`: targets by CPU family, the page's sections, the pictures; the command."""
-
-import json
+"""The results of `paged-kv bench --all`: targets by CPU family, the page's sections, the pictures."""
 
 import pytest
-from click.testing import CliRunner
 
 from benchmarks import pages
-from benchmarks.decode_cpu import goals, roofline
-from benchmarks.decode_cpu.__main__ import main
-from benchmarks.decode_cpu.cases import CASES
-from benchmarks.decode_cpu.goals import Goal, goals_of, met, with_goal
-from paged_kv.bench.cases import AMX, cases_of
+from paged_kv.bench import goals, peaks, report
+from paged_kv.bench.cases import AMX, CASES, cases_of
+from paged_kv.bench.goals import Goal, goals_of, met, with_goal
 from paged_kv.bench.peers.vllm_cpu import library
-from paged_kv.bench.results import row_of
+from paged_kv.bench.results import read_results, row_of
 from paged_kv.bench.run import Run
+from paged_kv.cli import _run
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
 from support.bench_jobs import FACTS, fake_job
 
@@ -30,7 +26,7 @@ def test_families_have_the_targets_of_their_instructions():
 
 @pytest.mark.parametrize("family", ["znver5", "sapphirerapids", "haswell"])
 def test_goals_name_cases_and_comparisons_that_exist(family):
-    cases = {case.name: case for case in cases_of(family, CASES)}
+    cases = {case.name: case for case in cases_of(family, every=True)}
     assert any(AMX in case.versus for case in cases.values()) == (family == "sapphirerapids")
     for name, goal in goals_of(family).items():
         assert goal != Goal()
@@ -46,15 +42,15 @@ def test_one_of_several_targets_may_be_enough():
         assert met(row) is expected
         assert met({**row, "either": False}) is False
         assert not met({**row, "right": False})
-    assert goals.share_cell(row) == "0.50 (0.8 or a factor)"
+    assert report.share_cell(row) == "0.50 (0.8 or a factor)"
     assert met(with_goal(row, {})) is None
 
 
-def test_the_list_shows_the_targets_of_a_family():
-    listed = CliRunner().invoke(main, ["--list", "--target", "znver5"]).output
-    assert "0.8 of the bandwidth or 2.5x vLLM CPU, page 16" in listed
-    listed = CliRunner().invoke(main, ["--list", "--target", "sapphirerapids"]).output
-    assert "0.85 of the bandwidth, 2.5x vLLM CPU, page 16" in listed
+def test_the_list_shows_the_targets_of_a_family(capsys):
+    assert _run(["bench", "--list", "--target", "znver5"]) == 0
+    assert "0.8 of the bandwidth or 2.5x vLLM CPU, page 16" in capsys.readouterr().out
+    assert _run(["bench", "--list", "--target", "sapphirerapids"]) == 0
+    assert "0.85 of the bandwidth, 2.5x vLLM CPU, page 16" in capsys.readouterr().out
 
 
 def test_vllm_is_loaded_as_its_own_start_would_load_it_on_that_cpu():
@@ -126,29 +122,27 @@ def test_a_page_gets_the_families_side_by_side(tmp_path):
 @pytest.fixture
 def checkout(monkeypatch, tmp_path):
     """A checkout of its own, whose jobs do not run."""
-    for folder in ("benchmarks/results", "docs/pictures"):
+    for folder in (pages.RESULTS, "docs/pictures"):
         (tmp_path / folder).mkdir(parents=True)
     versus = [line.replace(pages.MARK, pages.VERSUS) for line in (BEGIN, END)]
     (tmp_path / "docs/performance.md").write_text("\n".join([*versus, BEGIN, END, ""]))
     monkeypatch.setattr(Run, "job", lambda self, case, peer: fake_job(1e-3, 25, None if peer == "-" else 2e-3))  # noqa: ARG005
-    monkeypatch.setattr("benchmarks.decode_cpu.__main__.run_job", lambda *_, **__: {"peaks": {"float32": 3e11}})
-    for module in ("benchmarks.pages", "benchmarks.decode_cpu.__main__"):
-        monkeypatch.setattr(f"{module}.CHECKOUT", tmp_path)
+    monkeypatch.setattr(Run, "peaks", lambda _: {"float32": 3e11})
+    monkeypatch.setattr(pages, "CHECKOUT", tmp_path)
     return tmp_path
 
 
 @pytest.mark.slow
-def test_update_pages_adds_this_family_to_the_others(checkout):
-    out = checkout / "benchmarks/results/decode_cpu"
-    for family, more in (("sapphirerapids", []), ("znver5", ["--update-pages"])):
-        command = ["--cases", "f16", "--target", family, "--out", str(out), *more]
-        found = CliRunner().invoke(main, command, catch_exceptions=False)
-        assert found.exit_code == 0
-        assert ("below their targets: f16" in found.output) == (family == "sapphirerapids")
-    written = json.loads((out / "sapphirerapids.json").read_text())
+def test_the_pages_have_the_families_side_by_side(checkout, capsys):
+    out = checkout / pages.RESULTS
+    for family in ("sapphirerapids", "znver5"):
+        assert _run(["bench", "--all", "--cases", "f16", "--target", family, "--out", str(out)]) == 0
+        assert ("below their targets: f16" in capsys.readouterr().err) == (family == "sapphirerapids")
+    written = read_results(out / "sapphirerapids.csv")
     assert (written["family"], written["peaks"]) == ("sapphirerapids", {"float32": 3e11})
+    pages.write()
     assert {path.name for path in out.iterdir()} == {
-        f"{family}.{kind}" for family in ("sapphirerapids", "znver5") for kind in ("json", "png")
+        f"{family}.{kind}" for family in ("sapphirerapids", "znver5") for kind in ("csv", "png")
     }
     performance = (checkout / "docs/performance.md").read_text()
     assert "2x ONNX Runtime GQA (3)" in performance  # the target with AMX
@@ -158,20 +152,18 @@ def test_update_pages_adds_this_family_to_the_others(checkout):
     assert "|  | ONNX Runtime GQA | 2x | 2x |" in performance
     assert f"({pages.BARS.removeprefix('docs/')})" in performance
     assert (checkout / pages.BARS).read_bytes().startswith(b"\x89PNG")
-    command = ["--cases", "f16", "--update-pages", "--out", str(checkout.parent)]
-    assert "needs results in this checkout" in str(CliRunner().invoke(main, command).exception)
 
 
 def test_a_run_without_arithmetic_has_no_picture(checkout):
-    found = CliRunner().invoke(main, ["--cases", "append-4096", "--no-peers", "--out", str(checkout / "out")])
-    assert found.exit_code == 0
-    assert {path.suffix for path in (checkout / "out").iterdir()} == {".json"}
+    results = results_of("znver5", {"append-4096": {"-": fake_job(2e-3, 25)}})
+    pages.draw_roofline(results, checkout / "out.png")
+    assert not (checkout / "out.png").exists()
 
 
 def test_a_slow_product_is_not_repeated_for_the_roof(monkeypatch):
     """Kept to AVX2, torch takes half a minute for one of bfloat16."""
-    monkeypatch.setattr(roofline, "_SLOW_PRODUCT", 0)
-    monkeypatch.setattr(roofline, "take_turns", lambda *_: pytest.fail("it was repeated"))
-    peaks = roofline.measure_peaks(9, size=64)["peaks"]
-    assert set(peaks) == {"float32", "bfloat16"}
-    assert min(peaks.values()) > 0
+    monkeypatch.setattr(peaks, "_SLOW_PRODUCT", 0)
+    monkeypatch.setattr(peaks, "take_turns", lambda *_: pytest.fail("it was repeated"))
+    measured = peaks.measure_peaks(9, size=64)["peaks"]
+    assert set(measured) == {"float32", "bfloat16"}
+    assert min(measured.values()) > 0

@@ -15,16 +15,15 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from benchmarks import serve_cpu, serve_report
-from benchmarks.checkpoints import write_gguf
-from benchmarks.decode_cpu.steps import FileStepCase
 from benchmarks.serve_cases import CASES, TOGETHER, VERSUS, ServeCase, fresh_turns
 from benchmarks.serve_checkpoint import Checkpoint, vocabulary, write_checkpoint
 from benchmarks.serve_client import Stream, WrongAnswer, ask_all, decode_rate, first_token_seconds, parse
 from benchmarks.serve_results import merged, row_of
 from benchmarks.serve_run import Group
 from benchmarks.servers import SYSTEMS, base, http
-from paged_kv.bench.case_kinds import StepCase
+from paged_kv.bench.model_files import write_gguf
 from paged_kv.bench.problems import problem_of
+from paged_kv.bench.weight_cases import StepCase
 from paged_kv.checkpoint.config import load_config
 from paged_kv.checkpoint.source import open_source
 from paged_kv.engine.demo import EOS_ID, byte_tokenizer
@@ -254,7 +253,7 @@ def test_checkpoints(tmp_path, monkeypatch):
 @pytest.mark.parametrize("sizes", [{}, {"experts": 4, "chosen": 2}, {"file_type": "Q8_0"}], ids=str)
 def test_the_gguf_file_is_read_by_this_package(tmp_path, sizes):
     """Without a tokenizer.json beside it, its vocabulary spells a text as that of the checkpoint does."""
-    case = FileStepCase(
+    case = StepCase(
         "small", "", layers=1, hidden=256, intermediate=256, heads=2, kv_heads=1, head_dim=128, vocab=300, **sizes
     )
     write_gguf(problem_of(case), tmp_path / "model.gguf", vocabulary(300))

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.checkpoints import write_folder
-from benchmarks.decode_cpu.vllm_step import PYTHON, VllmStep, environment
-from paged_kv.bench.case_kinds import StepCase
+from paged_kv.bench.model_files import write_folder
+from paged_kv.bench.peers.vllm_step import PYTHON, VllmStep, environment
 from paged_kv.bench.problems import problem_of
+from paged_kv.bench.weight_cases import StepCase
 
 TINY = {"layers": 2, "hidden": 32, "intermediate": 48, "heads": 4, "kv_heads": 2, "head_dim": 8, "vocab": 70}
 

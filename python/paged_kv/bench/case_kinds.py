@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from importlib import import_module
@@ -23,9 +22,9 @@ Layout = Literal["NHD", "HND", "MAX"]
 
 
 def named(name: str) -> Any:
-    """The class of a name `module:Class`."""
+    """The class of a name `module:Class`, of a module of this package."""
     module, _, attribute = name.partition(":")
-    return getattr(import_module(module), attribute)
+    return getattr(import_module(f"paged_kv.bench.{module}"), attribute)
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Versus:
 
     label: str
     peers: tuple[str, ...]
-    """Keys of the grid's `PEERS`."""
+    """Keys of `cases.PEERS`."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +88,8 @@ class Case(ABC):
 class AttentionCase(Case):
     """Requests of `lengths` tokens; each has its `new_tokens` last tokens as query rows (1: a decode step)."""
 
-    problem = "paged_kv.bench.problems:AttentionProblem"
-    ours = "paged_kv.bench.ours:OursAttention"
+    problem = "problems:AttentionProblem"
+    ours = "ours:OursAttention"
 
     lengths: tuple[int, ...] = (4096,) * 8
     heads: int = 32
@@ -127,8 +126,8 @@ class AttentionCase(Case):
 class AppendCase(Case):
     """`tokens` new tokens for each of `batch` requests, written after `context` tokens."""
 
-    problem = "paged_kv.bench.problems:AppendProblem"
-    ours = "paged_kv.bench.ours:OursAppend"
+    problem = "problems:AppendProblem"
+    ours = "ours:OursAppend"
     ceiling = "copy"
 
     batch: int = 1
@@ -159,115 +158,65 @@ class AppendCase(Case):
 
 
 @dataclass(frozen=True)
-class LinearCase(Case):
-    """`y = x w^T`: x `[rows, inner]`, w `[outer, inner]`."""
+class CascadeCase(Case):
+    """A decode step of `batch` requests that share their first `shared` tokens and have `own` tokens each."""
 
-    problem = "paged_kv.bench.problems:LinearProblem"
-    ours = "paged_kv.bench.ours:OursLinear"
+    problem = "wrappers:CascadeProblem"
+    ours = "wrappers:OursCascade"
 
-    rows: int = 1
-    outer: int = 8192
-    inner: int = 4096
-    dtype: str = "bfloat16"
-
-    @property
-    def bytes(self) -> int:
-        return self.outer * self.inner * DTYPE_BYTES[self.dtype]
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.rows * self.outer * self.inner
-
-
-@dataclass(frozen=True)
-class StepCase(Case):
-    """A whole step of a Llama model: `tokens` new tokens for each of `batch` requests that have `context` tokens."""
-
-    problem = "paged_kv.bench.problems:StepProblem"
-    ours = "paged_kv.bench.ours:OursStep"
-
-    batch: int = 1
-    tokens: int = 1
-    context: int = 1024
-    page_size: int = 16
-    dtype: str = "bfloat16"
-    layers: int = 16
-    hidden: int = 2048
-    intermediate: int = 8192
+    batch: int = 16
+    shared: int = 8192
+    own: int = 256
     heads: int = 32
     kv_heads: int = 8
-    head_dim: int = 64
-    vocab: int = 32000
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all weights, by their names in a checkpoint."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab, self.hidden)}
-        for layer in range(self.layers):
-            at = f"model.layers.{layer}"
-            shapes[f"{at}.input_layernorm.weight"] = (self.hidden,)
-            shapes[f"{at}.self_attn.q_proj.weight"] = (q, self.hidden)
-            shapes[f"{at}.self_attn.k_proj.weight"] = (kv, self.hidden)
-            shapes[f"{at}.self_attn.v_proj.weight"] = (kv, self.hidden)
-            shapes[f"{at}.self_attn.o_proj.weight"] = (self.hidden, q)
-            shapes[f"{at}.post_attention_layernorm.weight"] = (self.hidden,)
-            shapes |= {f"{at}.{name}.weight": shape for name, shape in self.mlp_shapes().items()}
-        return shapes | {"model.norm.weight": (self.hidden,), "lm_head.weight": (self.vocab, self.hidden)}
-
-    def mlp_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of a layer's MLP, by their names in the layer."""
-        return {
-            "mlp.gate_proj": (self.intermediate, self.hidden),
-            "mlp.up_proj": (self.intermediate, self.hidden),
-            "mlp.down_proj": (self.hidden, self.intermediate),
-        }
-
-    def row_bytes(self, name: str, elements: int) -> int:  # noqa: ARG002
-        """Return the bytes of a row of the matrix of that name."""
-        return elements * DTYPE_BYTES[self.dtype]
-
-    def share_met(self, name: str, tokens: int) -> float:  # noqa: ARG002
-        """Return the share of the matrix of that name that so many tokens are multiplied with."""
-        return 1
 
     @property
-    def matrices(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of all weights but norms."""
-        return {name: shape for name, shape in self.shapes().items() if len(shape) > 1}
-
-    @property
-    def parameters(self) -> int:
-        """The parameters of the model, norms left out."""
-        return sum(map(math.prod, self.matrices.values()))
+    def flat(self) -> AttentionCase:
+        """The same step without a cascade: each request attends to all its tokens."""
+        lengths = (self.shared + self.own,) * self.batch
+        return AttentionCase(self.name, self.title, lengths=lengths, heads=self.heads, kv_heads=self.kv_heads)
 
     @property
     def bytes(self) -> int:
-        """Weights and K and V, each read once; of the embedding table only a few rows are, so it does not count."""
-        weights = sum(
-            math.prod(shape[:-1]) * self.row_bytes(name, shape[-1]) * self.share_met(name, self.batch * self.tokens)
-            for name, shape in self.matrices.items()
-            if "embed" not in name
-        )
-        kv = 2 * self.layers * self.batch * (self.context + self.tokens) * self.kv_heads * self.head_dim
-        return int(weights) + kv * DTYPE_BYTES[self.dtype]
+        """The shared tokens counted once."""
+        return self.flat.bytes // (self.batch * (self.shared + self.own)) * (self.shared + self.batch * self.own)
 
     @property
     def flops(self) -> int:
-        seen = self.tokens * self.context + self.tokens * (self.tokens + 1) // 2
-        attention = 4 * self.layers * self.heads * self.head_dim * seen
-        layers = {name: shape for name, shape in self.matrices.items() if ".layers." in name}
-        met = round(sum(math.prod(shape) * self.share_met(name, 1) for name, shape in layers.items()))
-        per_request = 2 * met * self.tokens + 2 * self.vocab * self.hidden + attention
-        return self.batch * per_request
+        return self.flat.flops
 
     @property
     def is_memory_bound(self) -> bool:
-        return self.tokens == 1
+        """No: each token that is read is multiplied with every request's query."""
+        return False
 
-    def rate(self, seconds: float) -> str:
-        return f"{self.batch * self.tokens / seconds:.1f} tokens/s"
+
+@dataclass(frozen=True)
+class PrefillCase(AttentionCase):
+    """The same through the prefill wrapper of the array API."""
+
+    ours = "wrappers:OursPrefill"
+
+
+@dataclass(frozen=True)
+class LatentCase(Case):
+    """A decode step of latent attention (MLA): `batch` requests of `length` tokens."""
+
+    problem = "latent:LatentProblem"
+    ours = "latent:OursLatent"
+
+    batch: int = 8
+    length: int = 4096
+    heads: int = 128
+    ckv: int = 512
+    kpe: int = 64
+    dtype: str = "bfloat16"
+    page_size: int = 16
 
     @property
-    def copies(self) -> int:
-        """The weights are larger than a last-level cache."""
-        return 1
+    def bytes(self) -> int:
+        return self.batch * self.length * (self.ckv + self.kpe) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.batch * self.length * self.heads * (2 * self.ckv + self.kpe)

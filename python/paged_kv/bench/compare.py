@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,23 +37,6 @@ class Change:
         return "faster" if self.factor > 1 + tolerance else "same"
 
 
-def read_results(path: Path) -> dict[str, Any]:
-    """A file that `paged-kv bench` wrote.
-
-    Raises:
-        ContractError: there is no such file, or it holds something else.
-    """
-    try:
-        results = json.loads(path.read_text())
-        if isinstance(results["rows"], list) and isinstance(results["family"], str):
-            return dict(results)
-    except OSError as error:
-        raise ContractError(f"{path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise ContractError(f"{path}: no results with a CPU family, as paged-kv bench writes them")
-
-
 def check_family(old: Mapping[str, Any], path: Path, family: str) -> None:
     """Raises `ContractError` where the older results are of another CPU family."""
     if old["family"] != family:
@@ -70,16 +52,16 @@ def changes(old: Sequence[Row], new: Sequence[Row]) -> list[Change]:
     return [_change(before.get(row["case"]), row) for row in new]
 
 
-def slower(found: Sequence[Change], tolerance: float) -> list[Change]:
+def slower(compared: Sequence[Change], tolerance: float) -> list[Change]:
     """Those that fail a comparison."""
-    return [change for change in found if change.verdict(tolerance) in ("SLOWER", "LOST")]
+    return [change for change in compared if change.verdict(tolerance) in ("SLOWER", "LOST")]
 
 
-def print_changes(found: Sequence[Change], tolerance: float, console: Console) -> None:
+def print_changes(compared: Sequence[Change], tolerance: float, console: Console) -> None:
     table = Table(title=f"Slower or faster: by more than {tolerance:.0%}", title_justify="left")
     for name in ("case", "by", "then", "now", "factor", ""):
         table.add_column(name, justify="right" if name in ("then", "now", "factor") else "left")
-    for change in found:
+    for change in compared:
         factor = "" if change.factor is None else f"{change.factor:.2f}"
         table.add_row(change.case, change.measure, change.old, change.new, factor, change.verdict(tolerance))
     console.print(table)

@@ -1,8 +1,8 @@
 """One job: a case, alone or beside one peer, in a process of its own.
 
-    python -m paged_kv.bench.job RESULT.json GRID CASE PEER|- REPEATS profile|- [CPU target]
+    python -m paged_kv.bench.job RESULT.json CASE PEER|- REPEATS profile|- [CPU target]
 
-GRID is the module of `CASES` and `PEERS`. A process each, so that memory is free afterwards, one system's threads do
+A process each, so that memory is free afterwards, one system's threads do
 not disturb another's, and a peer that crashes takes nothing with it. Ours, the bandwidth and the peer take turns, so
 their ratios meet the same machine.
 """
@@ -14,14 +14,14 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from max.driver import set_virtual_cpu_target
 
 from paged_kv.bench.case_kinds import AppendCase, Case, named
-from paged_kv.bench.peers.base import Peer
+from paged_kv.bench.cases import CASES, PEERS
+from paged_kv.bench.peer import Peer
 from paged_kv.bench.problems import problem_of
 from paged_kv.errors import ContractError
 
@@ -116,13 +116,12 @@ def _line(error: Exception) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    path, grid, name, peer, repeats, profile, *target = arguments
+    path, name, peer, repeats, profile, *target = arguments
     if target:
         set_virtual_cpu_target(target[0])
-    found = import_module(grid)
-    case = next(case for case in found.CASES if case.name == name)
+    case = next(case for case in CASES if case.name == name)
     seed = time.time_ns() % 2**32
-    system = None if peer == "-" else named(found.PEERS[peer])()
+    system = None if peer == "-" else named(PEERS[peer])()
     result = measure(case, system, int(repeats), seed, with_profile=profile != "-")
     Path(path).write_text(json.dumps(result | {"seed": seed}))
 

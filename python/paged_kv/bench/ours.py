@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 from max.dtype import DType
 
 from paged_kv.arrays.pages import Pages
-from paged_kv.bench.case_kinds import Case, StepCase, named
-from paged_kv.bench.peers.base import Peer, repeat
+from paged_kv.bench.case_kinds import Case, named
+from paged_kv.bench.peer import Peer, repeat
 from paged_kv.bench.problems import (
     AppendProblem,
     Array,
     AttentionProblem,
     LinearProblem,
-    StepProblem,
     bits,
-    llama_config,
 )
-from paged_kv.graphs.models.config import DecoderConfig
-from paged_kv.graphs.rope import Rope
 from paged_kv.kv_formats import CODE_DTYPES
 from paged_kv.options import NO_PAGE, AttentionOptions, stored_dtype, stored_head
 from paged_kv.runtime.host_calls import Weight, multiply
@@ -36,9 +31,6 @@ class Ours(Peer):
     name = "paged-kv"
     memory: Array
     """The memory that runs read (append: write), all copies: bandwidth is measured on the same memory."""
-
-    def available(self, case: Case) -> str | None:  # noqa: ARG002
-        return None
 
     def profile(self, runs: int) -> list[str]:  # noqa: ARG002
         """The table of some more runs, by operation and by layer; nothing where no model runs."""
@@ -161,62 +153,6 @@ class OursLinear(Ours):
 
     def output(self) -> Array:
         return self._y
-
-
-def decoder_config(case: StepCase) -> DecoderConfig:
-    """Return the configuration of the model of a step."""
-    sizes = llama_config(case)
-    rope, eps = Rope(case.head_dim, sizes.pop("rope_theta")), sizes.pop("rms_norm_eps")
-    return DecoderConfig(**sizes, norm_eps=eps, rope=rope, bos_token_id=None, eos_token_ids=())
-
-
-class OursStep(Ours):
-    """`DecoderModel.step`: everything between a step's tokens and its logits, Python included."""
-
-    def prepare(self, problem: StepProblem, copies: int) -> None:  # noqa: ARG002
-        from paged_kv.engine.model import DecoderModel
-
-        case = problem.case
-        owned = [-(-(case.context + case.tokens) // case.page_size)] * case.batch
-        dtype, pages = DType[case.dtype], sum(owned)
-        self._model = DecoderModel(
-            self._config(case), problem.weights, dtype=dtype, num_pages=pages, page_size=case.page_size
-        )
-        table = page_table(owned, np.random.default_rng(1))
-        # [pages, 2, layers, page_size, Hk, D]
-        blocks = bits(np.asarray(self._model.blocks))
-        blocks[:] = 0
-        whole = case.context // case.page_size
-        for request, row in enumerate(table):
-            for which, tokens in enumerate((problem.k, problem.v)):
-                own = bits(tokens)[:, request].reshape(case.layers, whole, case.page_size, case.kv_heads, case.head_dim)
-                blocks[row[:whole], which] = own.swapaxes(0, 1)
-        self._step = (
-            problem.tokens.tolist(),
-            [case.context] * case.batch,
-            [[int(page) for page in row] for row in table],
-        )
-        self.memory = problem.memory
-
-    def _config(self, case: StepCase) -> DecoderConfig:
-        return decoder_config(case)
-
-    def run(self, i: int) -> None:  # noqa: ARG002
-        self._logits = self._model.step(*self._step)
-
-    def profile(self, runs: int) -> list[str]:
-        """Raises ContractError where MAX runs the steps."""
-        from paged_kv.runtime.profile_table import profile_lines
-
-        profiles, began = self._model.profile_steps(), perf_counter()
-        for _ in range(runs):
-            self.run(0)
-        seconds = perf_counter() - began
-        self._model.end_profile()
-        return profile_lines(profiles, seconds, "their inputs")
-
-    def output(self) -> Array:
-        return self._logits
 
 
 def make_ours(case: Case) -> Ours:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from functools import cached_property
@@ -13,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_kv import reference
-from paged_kv.bench.case_kinds import AppendCase, AttentionCase, Case, LinearCase, StepCase, named
+from paged_kv.bench.case_kinds import AppendCase, AttentionCase, Case, named
+from paged_kv.bench.weight_cases import LinearCase
 from paged_kv.kv_formats import CODE_DTYPES, FORMATS
 from paged_kv.options import stored_dtype, stored_head
 
@@ -22,13 +22,6 @@ Array = npt.NDArray[Any]
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2, "float8_e4m3fn": 2e-2}
 TOLERANCE |= dict.fromkeys(CODE_DTYPES, 0.0)
 """Largest error of a result, relative to the norm of what it should be; of codes relative to what they stand for."""
-STEP_TOLERANCE = 0.05
-"""The error of a model's logits that is allowed: bfloat16 rounds between any two of its operations."""
-
-RMS_EPS = 1e-5
-ROPE_THETA = 10000.0
-"""The base of the rotary frequencies of a step's model."""
-
 _SAMPLED = 48  # (row, KV head) pairs of an attention result
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
@@ -183,133 +176,3 @@ class LinearProblem(Problem):
         if output.shape != (self.case.rows, self.case.outer):
             return float("inf")
         return relative_error(output[:, self._sample], self._expected)
-
-
-def llama_config(case: StepCase) -> dict[str, Any]:
-    """The model of a step, by the names of Hugging Face's config.json."""
-    return {
-        "vocab_size": case.vocab,
-        "hidden_size": case.hidden,
-        "intermediate_size": case.intermediate,
-        "num_hidden_layers": case.layers,
-        "num_attention_heads": case.heads,
-        "num_key_value_heads": case.kv_heads,
-        "head_dim": case.head_dim,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": RMS_EPS,
-        "rope_theta": ROPE_THETA,
-        "tie_word_embeddings": False,
-        "dtype": case.dtype,
-    }
-
-
-class StepProblem(Problem):
-    """A model of random weights, what its requests have cached, and their next tokens."""
-
-    tolerance = STEP_TOLERANCE
-
-    def __init__(self, case: StepCase, seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        self.case = case
-        self.tokens = rng.integers(0, case.vocab, (case.batch, case.tokens)).astype(np.int32)
-        self.prompt = rng.integers(0, case.vocab, case.context).astype(np.int32)
-        """For systems whose cache can only be filled by running the model; all requests get the same."""
-        self.weights: dict[str, Array] = {}
-        self.memory = self._fill(rng)
-        """All matrices, one after the other."""
-        kv = (case.layers, case.batch, case.context, case.kv_heads, case.head_dim)
-        self.k, self.v = (normal(rng, kv, case.dtype, scale) for scale in (1.0, 0.25))
-
-    def _fill(self, rng: np.random.Generator) -> Array:
-        """Makes the weights, and returns their memory."""
-        shapes = self.case.shapes()
-        memory = np.empty(sum(map(math.prod, shapes.values())), np.dtype(self.case.dtype))
-        # One block of noise serves all, from another place each: a billion numbers would take a minute.
-        noise = rng.standard_normal(2**24, dtype=np.float32)
-        begin = 0
-        for name, shape in shapes.items():
-            weight = memory[begin : begin + math.prod(shape)].reshape(shape)
-            begin += weight.size
-            _fill_weight(weight, rng, noise)
-            self.weights[name] = weight
-        return memory
-
-    def values(self, name: str) -> Array:
-        """Return the numbers of a weight."""
-        return self.weights[f"{name}.weight"]
-
-    def weight(self, name: str) -> Array:
-        """Return the numbers of a weight in float64."""
-        return self.values(name).astype(np.float64)
-
-    def norm(self, x: Array, name: str) -> Array:
-        """Return the RMS norm of the last axis of x."""
-        return self.weight(name) * x / np.sqrt((x * x).mean(-1, keepdims=True) + RMS_EPS)
-
-    def gated(self, h: Array, gate: Array, up: Array, down: Array) -> Array:
-        """Return a SwiGLU unit of h `[R, hidden]`."""
-        inner = h @ gate.T
-        out: Array = (inner / (1 + np.exp(-inner)) * (h @ up.T)) @ down.T
-        return out
-
-    def mlp(self, h: Array, at: str) -> Array:
-        """Return what a layer adds to x after its attention."""
-        return self.gated(h, *(self.weight(f"{at}.mlp.{name}_proj") for name in ("gate", "up", "down")))
-
-    def heads(self, h: Array, at: str) -> tuple[Array, Array, Array]:
-        """Return q, k and v `[R, heads, D]` of a layer, before their rotation."""
-        q, k, v = (
-            (h @ self.weight(f"{at}.self_attn.{name}_proj").T).reshape(len(h), -1, self.case.head_dim)
-            for name in ("q", "k", "v")
-        )
-        return q, k, v
-
-    def logits(self, tokens: Array, k: Array, v: Array) -> Array:
-        """Return the logits after the last of `tokens` `[B, T]`, after k and v `[layers, B, L, Hk, D]` (keys
-        rotated): `[B, vocab]`.
-        """
-        batch, count = tokens.shape
-        length = k.shape[2]
-        requests = np.repeat(np.arange(batch), count)  # [R], R = B * T
-        positions = np.tile(length + np.arange(count), batch)
-        x = self.values("model.embed_tokens")[tokens.reshape(-1)].astype(np.float64)  # [R, hidden]
-        for layer in range(self.case.layers):
-            at = f"model.layers.{layer}"
-            q, new_k, new_v = self.heads(self.norm(x, f"{at}.input_layernorm"), at)
-            q, new_k = (reference.rope(array, positions, ROPE_THETA) for array in (q, new_k))
-            # A page a request: [B, L + T, Hk, D].
-            keys, values = (
-                np.concatenate([cached[layer], new.reshape(batch, count, *new.shape[1:])], 1, dtype=np.float64)
-                for cached, new in ((k, new_k), (v, new_v))
-            )
-            table = np.arange(batch)[:, None]
-            o, _ = reference.attention(q, keys, values, table, requests, positions + 1)
-            x = x + o.reshape(len(x), -1) @ self.weight(f"{at}.self_attn.o_proj").T
-            x = x + self.mlp(self.norm(x, f"{at}.post_attention_layernorm"), at)
-        return self.norm(x[count - 1 :: count], "model.norm") @ self.weight("lm_head").T
-
-    @cached_property
-    def _expected(self) -> Array:
-        return self.logits(self.tokens, self.k, self.v)
-
-    def error(self, output: Array) -> float:
-        """`output` `[B, vocab]`: logits after the last token of each request."""
-        return relative_error(output, self._expected)
-
-    def short(self) -> Array:
-        """A few tokens `[1, T]` for systems whose cache cannot be filled from outside: see `short_error`."""
-        return self.prompt[None, :16] if self.case.context else self.tokens[:1, :16]
-
-    def short_error(self, output: Array) -> float:
-        """Return the error of the logits `[1, vocab]` after `short()` with nothing cached."""
-        return relative_error(output, self.logits(self.short(), self.k[:, :1, :0], self.v[:, :1, :0]))
-
-
-def _fill_weight(weight: Array, rng: np.random.Generator, noise: Array) -> None:
-    """A norm scales around one; a matrix keeps the size of what it gets."""
-    flat, scale = weight.reshape(-1), np.float32(weight.shape[-1] ** -0.5)
-    for start in range(0, flat.size, 2**22):
-        part = flat[start : start + 2**22]
-        begin = rng.integers(0, noise.size - part.size)
-        values = noise[begin : begin + part.size]
-        part[:] = (1 + np.float32(0.1) * values if weight.ndim == 1 else scale * values).astype(weight.dtype)

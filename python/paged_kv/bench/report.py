@@ -1,10 +1,8 @@
-"""The results as a table on the terminal, and as JSON."""
+"""The results as a table on the terminal."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -14,16 +12,20 @@ from paged_kv.bench.results import Row
 
 
 def share_cell(row: Row) -> str:
-    """`0.87`: the share of the read bandwidth; `0.58 of memcpy` of that of a copy."""
+    """`0.87 (0.85)`: the share of the read bandwidth and its target; `0.58 of memcpy` of that of a copy."""
     if row["share"] is None:
         return ""
-    return f"{row['share']:.2f}{' of memcpy' if row['ceiling'] == 'copy' else ''}"
+    cell = f"{row['share']:.2f}{' of memcpy' if row['ceiling'] == 'copy' else ''}"
+    if row["share_target"] is None:
+        return cell
+    return f"{cell} ({row['share_target']:g}{' or a factor' if row['either'] else ''})"
 
 
 def versus_line(versus: Mapping[str, Any]) -> str:
-    """`2.6x vLLM CPU, page 16`, or why there is no figure; empty where no peer ran."""
+    """`2.6x vLLM CPU, page 16 (2.5)`, the target in brackets; or why there is no figure; empty where no peer ran."""
     if versus["ratio"] is not None:
-        return f"{versus['ratio']:.2g}x {versus['label']}"
+        target = "" if versus["at_least"] is None else f" ({versus['at_least']:g})"
+        return f"{versus['ratio']:.2g}x {versus['label']}{target}"
     reasons = dict.fromkeys(peer["note"] or "not measured" for peer in versus["peers"])
     return f"{versus['label']}: {'; '.join(reasons)}" if reasons else ""
 
@@ -40,16 +42,3 @@ def print_table(rows: Sequence[Row], console: Console) -> None:
     for row in rows:
         if row.get("profile"):
             console.print(f"{row['title']}:", *row["profile"], sep="\n", markup=False, highlight=False)
-
-
-def write_json(results: dict[str, Any], path: Path) -> None:
-    path.write_text(json.dumps(_rounded(results), indent=1) + "\n")
-
-
-def _rounded(value: Any) -> Any:
-    """Six digits are more than any of these figures has."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {name: _rounded(item) for name, item in value.items()}
-    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,18 +1,36 @@
-"""From a case's jobs to one row of the results: medians, shares and factors."""
+"""From a case's jobs to one row of the results: medians, shares and factors; and rows as a CSV file.
+
+The file of a CPU family has a line a measurement, ours or a peer's (`key`), with its case, machine, load, date and
+commit. `title`, `bytes` and `flops` are the case's. `ratio` is a peer's time over ours, `target` the share or factor
+that is aimed at, `either` whether one target of the case is enough. A line of the case "version" has a system's version
+as its `name`; one of "peak" has the FLOP/s of a matrix product of torch as its `flops`.
+"""
 
 from __future__ import annotations
 
+import csv
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from paged_kv.bench.case_kinds import Case, Versus
+from paged_kv.errors import ContractError
 
 Row = dict[str, Any]
-"""One case's results, ready for JSON: see `row_of`."""
+"""One case's results: see `row_of`."""
+Results = dict[str, Any]
+"""Those of a CPU family: "family", "versions" and "peaks" by name, and "rows"."""
+
+INTEGERS = ("bytes", "flops")
+FLOATS = ("ms", "gb_per_s", "ceiling_gb_per_s", "read_gb_per_s", "share", "ratio", "target", "error", "load")
+FLAGS = ("either", "right")
+OF_CASE = ("case", "title", "bytes", "flops", "ceiling", "either", "machine", "load", "date", "commit")
+OF_SYSTEM = ("key", "name", "label", "ms", "rate", "gb_per_s", "ceiling_gb_per_s", "read_gb_per_s", "share", "ratio")
+FIELDS = ("family", *OF_CASE, *OF_SYSTEM, "target", "error", "right", "note", "profile")
 
 
-def row_of(case: Case, jobs: Mapping[str, Mapping[str, Any]], provenance: Mapping[str, str]) -> Row:
+def row_of(case: Case, jobs: Mapping[str, Mapping[str, Any]], provenance: Mapping[str, Any]) -> Row:
     """The row of `case` from what `job.measure` returned, by peer ("-": alone).
 
     Ours, the ceiling and the share are of the job without a peer, some of whose threads go on spinning after their work
@@ -68,33 +86,33 @@ def _ours(case: Case, job: Mapping[str, Any]) -> dict[str, float | None]:
 
 def _versus(case: Case, versus: Versus, jobs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     peers = [_peer(case, key, jobs[key]) for key in versus.peers if key in jobs]
-    # A wrong answer sets no mark, however fast.
+    return {"label": versus.label, "ratio": _fastest(peers), "peers": peers}
+
+
+def _fastest(peers: Sequence[Mapping[str, Any]]) -> float | None:
+    """The least factor. A wrong answer sets no mark, however fast."""
     ratios = [peer["ratio"] for peer in peers if peer["ratio"] is not None and peer["right"]]
-    return {
-        "label": versus.label,
-        "ratio": min(ratios, default=None),
-        "peers": peers,
-    }
+    return min(ratios, default=None)
 
 
 def _peer(case: Case, key: str, job: Mapping[str, Any]) -> dict[str, Any]:
     """One peer's figures; `ratio` is its time over ours in the same turn, the median over the turns."""
-    found = job.get("peer", {})
-    row: dict[str, Any] = {"key": key, "name": found.get("name", key), "note": found.get("note", job.get("note"))}
-    measured = "seconds" in found
-    seconds = statistics.median(found["seconds"]) if measured else None
+    peer = job.get("peer", {})
+    row: dict[str, Any] = {"key": key, "name": peer.get("name", key), "note": peer.get("note", job.get("note"))}
+    measured = "seconds" in peer
+    seconds = statistics.median(peer["seconds"]) if measured else None
     row["ms"] = _scale(seconds, 1e3)
     row["rate"] = None if seconds is None else case.rate(seconds)
     row["gb_per_s"] = None if seconds is None else case.bytes / seconds / 1e9
     ratios = (
-        [theirs / ours for theirs, ours in zip(found["seconds"], job["ours"]["seconds"], strict=True)]
+        [theirs / ours for theirs, ours in zip(peer["seconds"], job["ours"]["seconds"], strict=True)]
         if measured
         else []
     )
     row["ratio"] = _median(ratios)
-    row["error"], row["right"] = found.get("error"), found.get("right")
-    if measured and not found["right"]:
-        row["note"] = _wrong(found["error"])
+    row["error"], row["right"] = peer.get("error"), peer.get("right")
+    if measured and not peer["right"]:
+        row["note"] = _wrong(peer["error"])
     return row
 
 
@@ -103,9 +121,98 @@ def _wrong(error: float) -> str:
 
 
 def _median(values: list[Any]) -> float | None:
-    found = [value for value in values if value is not None]
-    return statistics.median(found) if found else None
+    measured = [value for value in values if value is not None]
+    return statistics.median(measured) if measured else None
 
 
 def _scale(value: float | None, factor: float) -> float | None:
     return None if value is None else value * factor
+
+
+def write_results(results: Results, path: Path) -> None:
+    """Writes the file of a CPU family."""
+    records = [record | {"family": results["family"]} for record in _records(results)]
+    fields = dict.fromkeys([*FIELDS, *(name for record in records for name in record)])
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fields, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({name: _text(value) for name, value in record.items()} for record in records)
+
+
+def _records(results: Results) -> Iterator[dict[str, Any]]:
+    for name, version in results["versions"].items():
+        yield {"case": "version", "key": name, "name": version}
+    for name, flops in results["peaks"].items():
+        yield {"case": "peak", "key": name, "flops": int(float(f"{flops:.6g}"))}
+    for row in results["rows"]:
+        ours = {name: value for name, value in row.items() if name not in ("versus", "share_target")}
+        yield ours | {"key": "ours", "target": row["share_target"], "profile": "\n".join(row.get("profile", ()))}
+        shared = {name: row.get(name) for name in OF_CASE}
+        for versus in row["versus"]:
+            label = {"label": versus["label"], "target": versus["at_least"]}
+            yield from (shared | peer | label for peer in versus["peers"])
+
+
+def _text(value: Any) -> Any:
+    """Six digits are more than any of these figures has."""
+    return f"{value:.6g}" if isinstance(value, float) else value
+
+
+def read_results(path: Path) -> Results:
+    """A file that `paged-kv bench` wrote.
+
+    Raises:
+        ContractError: there is no such file, or it holds something else.
+    """
+    try:
+        with path.open(newline="") as file:
+            records = [_values(record) for record in csv.DictReader(file)]
+        results: Results = {"family": records[0]["family"], "versions": {}, "peaks": {}, "rows": []}
+        for record in records:
+            _add(results, record)
+        return results
+    except OSError as error:
+        raise ContractError(f"{path}: {error.strerror}") from None
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        pass
+    raise ContractError(f"{path}: expected a CSV file of results that paged-kv bench wrote, got another one")
+
+
+def _values(record: Mapping[str, str]) -> dict[str, Any]:
+    """A record with its numbers and flags; None where a field is empty."""
+    values: dict[str, Any] = {name: value or None for name, value in record.items()}
+    values |= {name: int(values[name]) for name in INTEGERS if values[name]}
+    values |= {name: float(values[name]) for name in FLOATS if values.get(name)}
+    return values | {name: values[name] == "True" for name in FLAGS if values[name]}
+
+
+def _add(results: Results, record: dict[str, Any]) -> None:
+    """Adds a record to the results; the lines of a case begin with ours."""
+    target, key, rows = record.pop("target"), record["key"], results["rows"]
+    if record["case"] == "version":
+        results["versions"][key] = record["name"]
+    elif record["case"] == "peak":
+        results["peaks"][key] = record["flops"]
+    elif key == "ours":
+        of_peers = ("family", "key", "name", "label", "ratio", "profile")
+        profile = {"profile": record["profile"].split("\n")} if record["profile"] else {}
+        row = {name: value for name, value in record.items() if name not in of_peers}
+        rows.append(row | {"share_target": target, "either": bool(row["either"]), "versus": []} | profile)
+    else:
+        versus = rows[-1]["versus"]
+        if not versus or versus[-1]["label"] != record["label"]:
+            versus.append({"label": record["label"], "ratio": None, "peers": [], "at_least": target})
+        names = ("key", "name", "note", "ms", "rate", "gb_per_s", "ratio", "error", "right")
+        versus[-1]["peers"].append({name: record[name] for name in names})
+        versus[-1]["ratio"] = _fastest(versus[-1]["peers"])
+
+
+def merged(path: Path, results: Results, cases: Sequence[Case]) -> Results:
+    """`results`, and those of an earlier file for what was not measured now, in the order of `cases`."""
+    if not path.exists():
+        return results
+    earlier = read_results(path)
+    rows = {row["case"]: row for row in [*earlier["rows"], *results["rows"]]}
+    order = [name for name in dict.fromkeys([*(case.name for case in cases), *rows]) if name in rows]
+    systems = {name: earlier[name] | results[name] for name in ("versions", "peaks")}
+    return results | systems | {"rows": [rows[name] for name in order]}

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from paged_kv.bench.case_kinds import Case
-from paged_kv.bench.cases import Selection
+from paged_kv.bench.goals import goals_of, with_goal
 from paged_kv.bench.provenance import provenance, versions
 from paged_kv.bench.results import row_of
 from paged_kv.errors import ContractError
@@ -23,7 +23,6 @@ from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
 
 JOB_SECONDS = 900
 """After which a job is given up: a compile may be part of it."""
-GRID = "paged_kv.bench.cases"
 ONEDNN_ISAS = {
     "amx_bf16": "AVX512_CORE_AMX",
     "avx512_bf16": "AVX512_CORE_BF16",
@@ -33,57 +32,54 @@ ONEDNN_ISAS = {
 """By a flag of a CPU, the best first, what oneDNN calls the instructions that it may use there."""
 
 
-def merged(path: Path, results: dict[str, Any], cases: Sequence[Case]) -> dict[str, Any]:
-    """`results`, with rows of an earlier file for cases that were not measured now: in the grid's order, then
-    those that it does not have.
-    """
-    earlier = json.loads(path.read_text()) if path.exists() else {"rows": []}
-    rows = {row["case"]: row for row in [*earlier["rows"], *results["rows"]]}
-    order = [name for name in dict.fromkeys([*(case.name for case in cases), *rows]) if name in rows]
-    systems = {"versions": earlier.get("versions", {}) | results["versions"]}  # of systems that older rows are of
-    return earlier | results | systems | {"rows": [rows[name] for name in order]}
-
-
 class Run:
-    """All jobs of a selection of a grid, one after the other, each in its own process.
+    """All jobs of some cases, one after the other, each in its own process.
 
     Args:
-        selection: The cases.
+        cases: The cases.
         repeats: Turns behind a median.
         prefix: What is put before each job's command.
         family: The CPU family.
         target: Where ours are compiled for another one than this CPU's.
-        grid: The module of the cases and peers.
+        with_peers: Whether other systems run too.
         with_profile: Whether ours, alone, says where the time of a model's steps goes.
     """
 
     def __init__(
         self,
-        selection: Selection,
+        cases: Sequence[Case],
         repeats: int,
         prefix: Sequence[str],
         family: str,
         target: str | None = None,
-        grid: str = GRID,
         *,
+        with_peers: bool = True,
         with_profile: bool = False,
     ) -> None:
-        self._selection, self._repeats, self._prefix = selection, repeats, prefix
-        self._family, self._target, self._grid = family, target, grid
-        self._with_profile = with_profile
+        self._cases, self._repeats, self._prefix = cases, repeats, prefix
+        self._family, self._target = family, target
+        self._with_peers, self._with_profile = with_peers, with_profile
 
     def results(self) -> Iterator[dict[str, Any]]:
-        """After each case, all so far: rows (`results.row_of`), and versions."""
-        facts = provenance(self._target)
-        rows: list[dict[str, Any]] = []
-        for case in self._selection.cases:
-            rows.append(row_of(case, self._jobs(case), facts))
-            yield {"family": self._family, **facts, "versions": versions(), "rows": list(rows)}
+        """After each case, all so far: rows (`results.row_of`), versions, and peaks (`peaks`)."""
+        facts: dict[str, Any] = {"family": self._family, "versions": versions(), "rows": [], "peaks": self.peaks()}
+        goals = goals_of(self._family)
+        for case in self._cases:
+            row = row_of(case, self._jobs(case), provenance(self._target))
+            facts["rows"].append(with_goal(row, goals))
+            yield facts
+
+    def peaks(self) -> dict[str, float]:
+        """Return the arithmetic that torch reaches, by dtype; nothing where no other system runs."""
+        if not self._with_peers:
+            return {}
+        arguments = self._prefix, "paged_kv.bench.peaks", str(self._repeats)
+        return dict(run_job(*arguments, limits=limits(self._target)).get("peaks", {}))
 
     def _jobs(self, case: Case) -> dict[str, dict[str, Any]]:
         """Return what each job returned, by peer; alone ("-") first."""
         jobs = {"-": self.job(case.name, "-")}
-        for peer in case.peers if self._selection.with_peers else ():
+        for peer in case.peers if self._with_peers else ():
             jobs[peer] = self.job(case.name, peer)
         return jobs
 
@@ -92,7 +88,7 @@ class Run:
         click.echo(f"{case}{'' if peer == '-' else f' against {peer}'} ...", err=True)
         profile = "profile" if self._with_profile and peer == "-" else "-"
         target = [self._target] if self._target else []
-        arguments = [self._grid, case, peer, str(self._repeats), profile, *target]
+        arguments = [case, peer, str(self._repeats), profile, *target]
         return run_job(self._prefix, "paged_kv.bench.job", *arguments, limits=limits(self._target))
 
 
@@ -131,8 +127,8 @@ def run_job(
         except OSError as error:
             raise ContractError(f"--prefix: {error}") from None
         if done.returncode == 0 and path.exists():
-            found: dict[str, Any] = json.loads(path.read_text())
-            return found
+            result: dict[str, Any] = json.loads(path.read_text())
+            return result
     return {"note": reason(done.returncode, done.stderr.decode(errors="replace"))}
 
 

@@ -7,21 +7,19 @@ from typing import Any
 import numpy as np
 
 from paged_kv.arrays.host import as_numpy
-from paged_kv.bench.case_kinds import AttentionCase, Case, LinearCase
-from paged_kv.bench.peers.base import Peer, batched, repeat, torch_view, unequal
+from paged_kv.bench.case_kinds import AttentionCase, Case
+from paged_kv.bench.peer import Peer, batched, repeat, torch_view, unequal
 from paged_kv.bench.problems import Array, AttentionProblem, LinearProblem, bits
 
 
 class TorchAttention(Peer):
     """`scaled_dot_product_attention` over `[B, Hk, L, D]`: what it costs without pages."""
 
-    name = "torch SDPA, contiguous"
+    name, packages = "torch SDPA, contiguous", ("torch",)
 
     def available(self, case: Case) -> str | None:
-        import torch  # noqa: F401
-
         assert isinstance(case, AttentionCase)
-        return "no float8" if case.kv_dtype != case.dtype else unequal(case)
+        return super().available(case) or ("no float8" if case.kv_dtype != case.dtype else unequal(case))
 
     def prepare(self, problem: AttentionProblem, copies: int) -> None:
         import torch
@@ -84,12 +82,7 @@ class TorchGather(TorchAttention):
 class TorchLinear(Peer):
     """`torch.nn.functional.linear`."""
 
-    name = "torch linear"
-
-    def available(self, case: Case) -> str | None:
-        import torch  # noqa: F401
-
-        return None if isinstance(case, LinearCase) else "no such case"
+    name, packages = "torch linear", ("torch",)
 
     def prepare(self, problem: LinearProblem, copies: int) -> None:
         self._x, self._w = torch_view(problem.x), torch_view(repeat(problem.w, copies))

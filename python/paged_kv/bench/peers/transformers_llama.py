@@ -8,20 +8,15 @@ from typing import Any
 import numpy as np
 
 from paged_kv.arrays.host import as_numpy
-from paged_kv.bench.case_kinds import Case, StepCase
-from paged_kv.bench.peers.base import Peer, torch_view
-from paged_kv.bench.problems import Array, StepProblem, bits, llama_config
+from paged_kv.bench.peer import Peer, torch_view
+from paged_kv.bench.problems import Array, bits
+from paged_kv.bench.steps import StepProblem, llama_config
 
 
 class TransformersStep(Peer):
     """`LlamaForCausalLM` with its default attention (SDPA) and its default growing cache."""
 
-    name = "Hugging Face transformers"
-
-    def available(self, case: Case) -> str | None:
-        import transformers  # noqa: F401
-
-        return None if isinstance(case, StepCase) else "no such case"
+    name, packages = "Hugging Face transformers", ("torch", "transformers")
 
     def prepare(self, problem: StepProblem, copies: int) -> None:  # noqa: ARG002
         import torch

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from paged_kv.arrays.host import as_numpy
 from paged_kv.bench.case_kinds import AttentionCase, Case
-from paged_kv.bench.peers.base import Peer, repeat, torch_view
+from paged_kv.bench.peer import Peer, repeat, torch_view
 from paged_kv.bench.problems import Array, AttentionProblem
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS, apply_cpu_target
 
@@ -87,11 +87,11 @@ def load_kernels() -> None:
     """
     import torch
 
-    found = importlib.util.find_spec("vllm")
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
         raise ImportError("No module named 'vllm'")
     load_library: Any = torch.ops.load_library
-    load_library(str(Path(found.submodule_search_locations[0]) / library(apply_cpu_target())))
+    load_library(str(Path(spec.submodule_search_locations[0]) / library(apply_cpu_target())))
 
 
 def library(target: str | None) -> str:

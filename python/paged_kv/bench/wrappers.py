@@ -3,60 +3,18 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from paged_kv.arrays.host import as_numpy
-from paged_kv.bench.case_kinds import AttentionCase, Case
+from paged_kv.bench.case_kinds import CascadeCase
 from paged_kv.bench.ours import Ours, fill_pages, page_table, pool
-from paged_kv.bench.peers.base import torch_view
+from paged_kv.bench.peer import torch_view
 from paged_kv.bench.problems import Array, AttentionProblem, bits
 from paged_kv.cascade import MultiLevelCascadeAttentionWrapper
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper
 from paged_kv.prefill import BatchPrefillWithPagedKVCacheWrapper
-
-
-@dataclass(frozen=True)
-class CascadeCase(Case):
-    """A decode step of `batch` requests that share their first `shared` tokens and have `own` tokens each."""
-
-    problem = "benchmarks.decode_cpu.wrappers:CascadeProblem"
-    ours = "benchmarks.decode_cpu.wrappers:OursCascade"
-
-    batch: int = 16
-    shared: int = 8192
-    own: int = 256
-    heads: int = 32
-    kv_heads: int = 8
-
-    @property
-    def flat(self) -> AttentionCase:
-        """The same step without a cascade: each request attends to all its tokens."""
-        lengths = (self.shared + self.own,) * self.batch
-        return AttentionCase(self.name, self.title, lengths=lengths, heads=self.heads, kv_heads=self.kv_heads)
-
-    @property
-    def bytes(self) -> int:
-        """The shared tokens counted once."""
-        return self.flat.bytes // (self.batch * (self.shared + self.own)) * (self.shared + self.batch * self.own)
-
-    @property
-    def flops(self) -> int:
-        return self.flat.flops
-
-    @property
-    def is_memory_bound(self) -> bool:
-        """No: each token that is read is multiplied with every request's query."""
-        return False
-
-
-@dataclass(frozen=True)
-class PrefillCase(AttentionCase):
-    """The same through the prefill wrapper of the array API."""
-
-    ours = "benchmarks.decode_cpu.wrappers:OursPrefill"
 
 
 class CascadeProblem(AttentionProblem):

@@ -7,19 +7,17 @@ from typing import Any
 import numpy as np
 
 from paged_kv.bench.case_kinds import AttentionCase, Case
-from paged_kv.bench.peers.base import Peer, batched, repeat, unequal
+from paged_kv.bench.peer import Peer, batched, repeat, unequal
 from paged_kv.bench.problems import Array, AttentionProblem
 
 
 class OnnxRuntimeAttention(Peer):
     """Each run also writes the newest token, as the operator does."""
 
-    name = "ONNX Runtime GQA, contiguous"
+    name, packages = "ONNX Runtime GQA, contiguous", ("onnx", "onnxruntime")
 
     def available(self, case: Case) -> str | None:
-        import onnx  # noqa: F401
-        import onnxruntime  # noqa: F401
-
+        super().available(case)
         assert isinstance(case, AttentionCase)
         if case.dtype not in ("float32", "float16") or case.kv_dtype != case.dtype:
             return f"takes no {case.kv_dtype} on the CPU"

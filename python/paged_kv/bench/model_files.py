@@ -10,8 +10,8 @@ from typing import Any, Literal
 import numpy as np
 from safetensors.numpy import save_file
 
-from benchmarks.decode_cpu.steps import FileStepCase
-from paged_kv.bench.problems import RMS_EPS, ROPE_THETA, StepProblem, bits, llama_config
+from paged_kv.bench.problems import bits
+from paged_kv.bench.steps import RMS_EPS, ROPE_THETA, StepProblem, llama_config
 from paged_kv.engine.demo import BOS_ID, EOS_ID, SPECIAL_TOKENS
 
 WEIGHTS = "model.safetensors"
@@ -46,12 +46,10 @@ def write_gguf(
     import gguf
 
     case = problem.case
-    of_file = case if isinstance(case, FileStepCase) else None
-    is_mixture = of_file is not None and of_file.experts > 0
-    writer = gguf.GGUFWriter(path, "qwen3moe" if is_mixture else "llama")
-    if of_file is not None and is_mixture:
-        writer.add_expert_count(of_file.experts)
-        writer.add_expert_used_count(of_file.chosen)
+    writer = gguf.GGUFWriter(path, "qwen3moe" if case.experts else "llama")
+    if case.experts:
+        writer.add_expert_count(case.experts)
+        writer.add_expert_used_count(case.chosen)
         writer.add_expert_feed_forward_length(case.intermediate)
     writer.add_context_length(8192)
     writer.add_embedding_length(case.hidden)
@@ -86,9 +84,9 @@ def write_gguf(
         rows = bits(array)
         if plain == "F16":
             rows = problem.values(name.removesuffix(".weight")).astype(np.float16)
-        if heads and not is_mixture:  # the halves of a head, interleaved
+        if heads and not case.experts:  # the halves of a head, interleaved
             rows = rows.reshape(heads, 2, case.head_dim // 2, -1).swapaxes(1, 2).reshape(rows.shape)
-        encoding = of_file.encoding(name) if of_file is not None and plain == "BF16" else None
+        encoding = case.encoding(name) if plain == "BF16" else None
         raw = np.ascontiguousarray(rows).view(np.uint8)
         kind = gguf.GGMLQuantizationType[encoding or plain]
         writer.add_tensor(_gguf_name(name), raw, raw_dtype=kind)

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.checkpoints import write_gguf
-from benchmarks.decode_cpu.steps import FileStepCase
-from paged_kv.bench.case_kinds import Case, StepCase
-from paged_kv.bench.peers.base import Peer
-from paged_kv.bench.problems import Array, Problem, StepProblem
+from paged_kv.bench.model_files import write_gguf
+from paged_kv.bench.peer import Peer
+from paged_kv.bench.problems import Array, Problem
+from paged_kv.bench.steps import StepProblem
 
 KV_PRECISION = "u8"
 """That of K and V."""
@@ -28,15 +27,7 @@ class OpenVinoStep(Peer):
     token than the last, and the logits that are checked are those after a few tokens.
     """
 
-    name = "OpenVINO"
-
-    def available(self, case: Case) -> str | None:
-        import nncf  # noqa: F401
-        import openvino  # noqa: F401
-        import openvino_genai  # noqa: F401
-
-        is_mixture = isinstance(case, FileStepCase) and case.experts > 0
-        return None if isinstance(case, StepCase) and not is_mixture else "no such case"
+    name, packages = "OpenVINO", ("nncf", "openvino", "openvino_genai")
 
     def prepare(self, problem: StepProblem, copies: int) -> None:  # noqa: ARG002
         import openvino
@@ -59,11 +50,10 @@ class OpenVinoStep(Peer):
     def _compressed(self, model: Any) -> Any:
         import nncf
 
-        file_type = self._case.file_type if isinstance(self._case, FileStepCase) else None
-        if file_type is None:
+        if self._case.file_type is None:
             return model
         modes = nncf.CompressWeightsMode
-        if file_type == "Q8_0":
+        if self._case.file_type == "Q8_0":
             return nncf.compress_weights(model, mode=modes.INT8_SYM)
         return nncf.compress_weights(model, mode=modes.INT4_SYM, group_size=128, all_layers=True)
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.checkpoints import write_gguf
-from paged_kv.bench.case_kinds import Case, StepCase
-from paged_kv.bench.peers.base import Peer
-from paged_kv.bench.problems import Array, Problem, StepProblem
+from paged_kv.bench.model_files import write_gguf
+from paged_kv.bench.peer import Peer
+from paged_kv.bench.problems import Array, Problem
+from paged_kv.bench.steps import StepProblem
 
 
 class LlamaCppStep(Peer):
@@ -23,13 +23,7 @@ class LlamaCppStep(Peer):
     after a few tokens instead of after the whole context.
     """
 
-    name = "llama.cpp"
-
-    def available(self, case: Case) -> str | None:
-        import gguf  # noqa: F401
-        import llama_cpp  # noqa: F401
-
-        return None if isinstance(case, StepCase) else "no such case"
+    name, packages = "llama.cpp", ("gguf", "llama_cpp")
 
     def prepare(self, problem: StepProblem, copies: int) -> None:  # noqa: ARG002
         import llama_cpp

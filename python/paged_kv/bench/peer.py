@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from importlib import import_module
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,10 +19,18 @@ class Peer(ABC):
     """
 
     name: ClassVar[str] = ""
+    packages: ClassVar[tuple[str, ...]] = ()
+    """Packages that it needs, by the names that they are imported by."""
 
-    @abstractmethod
-    def available(self, case: Case) -> str | None:
-        """The reason not to run this case here, or None. A missing package may also raise ImportError."""
+    def available(self, case: Case) -> str | None:  # noqa: ARG002
+        """The reason not to run this case here, or None.
+
+        Raises:
+            ImportError: a package is not installed.
+        """
+        for package in self.packages:
+            import_module(package)
+        return None
 
     @abstractmethod
     def prepare(self, problem: Any, copies: int) -> None:

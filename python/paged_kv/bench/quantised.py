@@ -1,89 +1,20 @@
-"""Linear layers and experts with weights in blocks: the cases, this package, and MAX's own products."""
+"""Linear layers and experts with weights in blocks: the problems, and this package."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-from max.driver import CPU
-from max.dtype import DType
-from max.engine import InferenceSession
-from max.graph import DeviceRef, Graph, TensorType, ops
-from max.graph import Weight as GraphWeight
-from max.graph.quantization import QuantizationEncoding
 
-from benchmarks.decode_cpu.blocks import random_blocks
-from paged_kv.arrays.host import to_buffer, to_numpy
-from paged_kv.bench.case_kinds import DTYPE_BYTES, MIN_ROTATED, Case, LinearCase
+from paged_kv.bench.blocks import random_blocks
 from paged_kv.bench.ours import Ours, OursLinear
-from paged_kv.bench.peers.base import Peer, repeat
+from paged_kv.bench.peer import repeat
 from paged_kv.bench.problems import TOLERANCE, Array, LinearProblem, Problem, bits, normal, relative_error
-from paged_kv.graphs.encodings import ENCODINGS, TABLE, Encoding
-from paged_kv.runtime.cpu_target import apply_cpu_target
+from paged_kv.bench.weight_cases import ExpertCase, QuantisedCase
+from paged_kv.graphs.encodings import ENCODINGS
 from paged_kv.runtime.host_calls import Weight, multiply
-
-MAX_ENCODINGS = ("Q4_0", "Q4_K", "Q6_K")
-"""That MAX has products for on a CPU."""
-BYTES_OF_256 = {name: block.bytes * 256 // block.elements for name, block in TABLE.items()}
-"""Bytes of 256 quantised weights."""
-
-
-@dataclass(frozen=True)
-class QuantisedCase(LinearCase):
-    """The same with w in GGUF's blocks; `dtype` is that of x."""
-
-    problem = "benchmarks.decode_cpu.quantised:QuantisedProblem"
-    ours = "benchmarks.decode_cpu.quantised:OursQuantised"
-
-    dtype: str = "float32"
-    encoding: Encoding = "Q4_K"
-
-    @property
-    def row_bytes(self) -> int:
-        """The bytes of a row of w."""
-        return self.inner // 256 * BYTES_OF_256[self.encoding]
-
-    @property
-    def bytes(self) -> int:
-        return self.outer * self.row_bytes
-
-
-@dataclass(frozen=True)
-class ExpertCase(Case):
-    """One row of x through `chosen` experts of a stack w `[experts, outer, inner]`; the next run chooses others."""
-
-    problem = "benchmarks.decode_cpu.quantised:ExpertProblem"
-    ours = "benchmarks.decode_cpu.quantised:OursExperts"
-
-    outer: int = 2048
-    inner: int = 4096
-    dtype: str = "bfloat16"
-    experts: int = 64
-    chosen: int = 8
-    encoding: Encoding | None = None
-    """The encoding of w, x being float32; w is of `dtype` too where it is None."""
-
-    @property
-    def row_bytes(self) -> int:
-        """The bytes of a row of an expert."""
-        if self.encoding is None:
-            return self.inner * DTYPE_BYTES[self.dtype]
-        return self.inner // 256 * BYTES_OF_256[self.encoding]
-
-    @property
-    def bytes(self) -> int:
-        return self.chosen * self.outer * self.row_bytes
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.chosen * self.outer * self.inner
-
-    @property
-    def copies(self) -> int:
-        """Stacks."""
-        return max(1, -int(-MIN_ROTATED // (self.experts * self.outer * self.row_bytes)))
 
 
 class QuantisedProblem(LinearProblem):
@@ -172,9 +103,6 @@ class OursBfloat16Experts(OursExperts):
 
     name = "our own bf16 experts"
 
-    def available(self, case: Case) -> str | None:
-        return None if isinstance(case, ExpertCase) else "no such case"
-
     def prepare(self, problem: ExpertProblem, copies: int) -> None:  # noqa: ARG002
         case = replace(problem.case, dtype="bfloat16", encoding=None)
         self._other = ExpertProblem(case, 0)
@@ -182,32 +110,3 @@ class OursBfloat16Experts(OursExperts):
 
     def error(self, problem: Any) -> float:  # noqa: ARG002
         return self._other.error(self.output())
-
-
-MOST_COPIES = 32
-"""Each is a model of its own, since MAX packs weights where a model is bound to them: 600 MB of Q4_K."""
-
-
-class MaxQuantised(Peer):
-    name = "MAX qmatmul"
-
-    def available(self, case: Case) -> str | None:
-        return None if isinstance(case, QuantisedCase) and case.encoding in MAX_ENCODINGS else "no such case"
-
-    def prepare(self, problem: QuantisedProblem, copies: int) -> None:
-        case = problem.case
-        apply_cpu_target()
-        session, cpu = InferenceSession(devices=[CPU()]), DeviceRef.CPU()
-        with Graph("peer", input_types=[TensorType(DType.float32, ["M", case.inner], cpu)]) as graph:
-            w = graph.add_weight(GraphWeight("w", DType.uint8, [case.outer, case.row_bytes], cpu, align=1))
-            graph.output(ops.qmatmul(QuantizationEncoding(case.encoding), None, graph.inputs[0].tensor, w))
-        self._weights = repeat(problem.w, min(copies, MOST_COPIES))
-        compiled = session.compile(graph)
-        self._models = [session.init(compiled, weights_registry={"w": to_buffer(weight)}) for weight in self._weights]
-        self._x = to_buffer(problem.x)
-
-    def run(self, i: int) -> None:
-        self._y = self._models[i % len(self._models)].execute(self._x)[0]
-
-    def output(self) -> Array:
-        return to_numpy(self._y)

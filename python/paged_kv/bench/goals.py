@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from paged_kv.bench import report
 from paged_kv.bench.results import Row
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
 
@@ -151,10 +149,10 @@ def met(row: Row) -> bool | None:
     """Return whether a row reaches all it should; None where it has no target."""
     pairs = [] if row["share_target"] is None else [(row["share"], row["share_target"])]
     pairs += [(one["ratio"], one["at_least"]) for one in row["versus"] if one["at_least"] is not None]
-    reached = [found >= least for found, least in pairs if found is not None]
+    reached = [value >= least for value, least in pairs if value is not None]
     if not reached:
         return None
-    return (any(reached) if row.get("either") else all(reached)) and bool(row["right"])
+    return (any(reached) if row["either"] else all(reached)) and bool(row["right"])
 
 
 def described(goal: Goal) -> str:
@@ -162,18 +160,3 @@ def described(goal: Goal) -> str:
     targets = [] if goal.share is None else [f"{goal.share:g} of the bandwidth"]
     targets += [f"{factor:g}x {label}" for label, factor in goal.factors.items()]
     return (" or " if goal.either else ", ").join(targets) or "no target"
-
-
-def share_cell(row: Row) -> str:
-    """`0.87 (0.85)`: the share of the read or copy bandwidth, and what it should be."""
-    cell = report.share_cell(row)
-    if not cell or row["share_target"] is None:
-        return cell
-    return f"{cell} ({row['share_target']:g}{' or a factor' if row.get('either') else ''})"
-
-
-def versus_line(versus: Mapping[str, Any]) -> str:
-    """`2.6x vLLM CPU, page 16 (2.5)`, or why there is no figure; the target in brackets."""
-    line = report.versus_line(versus)
-    has_target = versus["ratio"] is not None and versus["at_least"] is not None
-    return f"{line} ({versus['at_least']:g})" if has_target else line
