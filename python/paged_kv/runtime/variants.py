@@ -5,11 +5,12 @@ One variant serves every storage layout: the storage goes in as flat memory, its
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from max.dtype import DType
-from max.graph import BufferType, DeviceRef, Graph, Module, TensorType, Type
+from max.graph import BufferType, DeviceRef, Graph, Module, TensorType, Type, Value
 
 from paged_kv.call_layouts import LATENT_OPTIONS, SOFTMAX_OPTIONS
 from paged_kv.graphs import ops
@@ -75,128 +76,160 @@ class Variant:
         sinks, options. No two inputs share the name of a size, so that sizes which differ are refused by the op, in its
         words, and not by MAX before.
         """
-        host = DeviceRef.CPU()
-        device = device or host
+        _BUILDERS[self.op](_Build(self, module, device or DeviceRef.CPU(), batch_invariant, gpu_kernel))
 
-        def tensor(dtype: DType, *shape: str | int, on: DeviceRef = device) -> TensorType:
-            return TensorType(dtype, list(shape), on)
 
-        if self.op == "merge":
-            types: list[Type[Any]] = [
-                tensor(self.dtype, "S", "n", "H", "D"),
-                tensor(DType.float32, "S_s", "n_s", "H_s"),
-            ]
-            with Graph(self.name, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
-                v, s = (value.tensor for value in graph.inputs)
-                graph.output(*ops.merge_states(v, s))
-            return
+@dataclass(frozen=True)
+class _Build:
+    """One call of `Variant.build`, and the inputs that several ops have."""
 
-        storage: list[Type[Any]] = [
-            BufferType(self.kv_dtype, ["k_elements"], device),
-            BufferType(self.kv_dtype, ["v_elements"], device),
-            tensor(DType.uint32, "B", "pages_per_request"),
-            tensor(DType.int64, "view_numbers", on=host),
+    variant: Variant
+    module: Module
+    device: DeviceRef
+    batch_invariant: bool
+    gpu_kernel: ops.GpuKernel
+
+    def graph(self, types: Iterable[Type[Any]]) -> Graph:
+        return Graph(self.variant.name, input_types=types, custom_extensions=[ops.kernels()], module=self.module)
+
+    def tensor(self, dtype: DType, *shape: str | int) -> TensorType:
+        return TensorType(dtype, list(shape), self.device)
+
+    def rows(self, *shape: str) -> TensorType:
+        """Rows of the variant's dtype."""
+        return self.tensor(self.variant.dtype, *shape)
+
+    @staticmethod
+    def numbers(dtype: DType, *shape: str | int) -> TensorType:
+        """Numbers that the host reads."""
+        return TensorType(dtype, list(shape), DeviceRef.CPU())
+
+    def storage(self) -> list[Type[Any]]:
+        """K and V of a cache, its table and its view."""
+        return [
+            BufferType(self.variant.kv_dtype, ["k_elements"], self.device),
+            BufferType(self.variant.kv_dtype, ["v_elements"], self.device),
+            self.tensor(DType.uint32, "B", "pages_per_request"),
+            self.numbers(DType.int64, "view_numbers"),
         ]
-        if self.op == "mla_attention":
-            types = [
-                tensor(self.dtype, "R", "H", "D_ckv"),
-                tensor(self.dtype, "R_pe", "H_pe", "D_kpe"),
-                tensor(DType.int32, "R_batch"),
-                tensor(DType.int32, "R_lengths"),
-                *storage,
-                tensor(DType.float32, "sinks"),
-                tensor(DType.float32, LATENT_OPTIONS.size, on=host),
-            ]
-            with Graph(self.name, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
-                q_nope, q_pe, row_batch, row_lengths = (value.tensor for value in graph.inputs[:4])
-                kpe, ckv, table, view, sinks, numbers = graph.inputs[4:]
-                latent = LatentCache(ckv.buffer, table.tensor, kpe.buffer, view.tensor)
-                graph.output(
-                    *ops.mla_attention_at_run_time(
-                        *(latent, q_nope, q_pe, row_batch, row_lengths),
-                        sinks=sinks.tensor,
-                        options=numbers.tensor,
-                        o_dtype=self.o_dtype,
-                    )
-                )
-            return
 
-        rows: list[TensorType] = {
-            "append": [
-                tensor(self.dtype, "N", "Hk", "D"),
-                tensor(self.dtype, "N_v", "Hk_v", "D_v"),
-                tensor(DType.int32, "N_batch"),
-                tensor(DType.int32, "N_positions"),
-            ],
-            "gather": [tensor(DType.int32, "offsets"), tensor(DType.int8, "N", "Hk", "D")],
-            "attention": [
-                tensor(self.dtype, "R", "Hq", "D"),
-                tensor(DType.int32, "R_batch"),
-                tensor(DType.int32, "R_lengths"),
-            ],
-            "masked_attention": [
-                tensor(self.dtype, "R", "Hq", "D"),
-                *(tensor(DType.int32, f"R_{name}") for name in ("batch", "lengths", "positions")),
-                tensor(DType.int32, "B_offsets"),
-                tensor(DType.uint8, "mask_bytes"),
-                tensor(DType.int64, "R_starts"),
-                tensor(DType.int32, "R_firsts"),
-                tensor(DType.int8, "Dv"),
-            ],
-        }[self.op]
-        options = [
-            tensor(DType.float32, "slopes"),
-            tensor(DType.float32, "sinks"),
-            tensor(DType.int32, on=host),
-            tensor(DType.float32, SOFTMAX_OPTIONS.size, on=host),
+    def cache(self, k: Value[Any], v: Value[Any], table: Value[Any], view: Value[Any]) -> PagedCache:
+        """The cache of the values of `storage`."""
+        kv_format = ops.CODES.get(self.variant.kv_dtype) if self.variant.dtype in ops.DTYPES else None
+        return PagedCache(k.buffer, v.buffer, table.tensor, "STRIDED", view.tensor, kv_format)
+
+    def options(self) -> list[Type[Any]]:
+        """alibi_slopes, sinks, window_left and options of attention."""
+        return [
+            self.tensor(DType.float32, "slopes"),
+            self.tensor(DType.float32, "sinks"),
+            self.numbers(DType.int32),
+            self.numbers(DType.float32, SOFTMAX_OPTIONS.size),
         ]
-        types = [*rows, *storage, *(options if self.op in ("attention", "masked_attention") else [])]
-        with Graph(self.name, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
-            args = [value.tensor for value in graph.inputs[: len(rows)]]
-            k_blocks, v_blocks, table, view, *rest = graph.inputs[len(rows) :]
-            kv_format = ops.CODES.get(self.kv_dtype) if self.dtype in ops.DTYPES else None
-            cache = PagedCache(k_blocks.buffer, v_blocks.buffer, table.tensor, "STRIDED", view.tensor, kv_format)
-            if self.op == "append":
-                ops.append(cache, *args)
-                graph.output()
-            elif self.op == "gather":
-                indptr, like = args
-                num_tokens, heads, head_dim = like.shape
-                graph.output(
-                    *ops.gather(cache, indptr, num_tokens, num_kv_heads=heads, head_dim=head_dim, dtype=self.dtype)
-                )
-            elif self.op == "attention":
-                slopes, sinks, window_left, numbers = (value.tensor for value in rest)
-                o, lse = ops.attention_at_run_time(
-                    cache,
-                    *args,
-                    alibi_slopes=slopes,
-                    sinks=sinks,
-                    window_left=window_left,
-                    options=numbers,
-                    o_dtype=self.o_dtype,
-                    batch_invariant=batch_invariant,
-                    gpu_kernel=gpu_kernel,
-                )
-                graph.output(o, lse)
-            else:
-                slopes, sinks, window_left, numbers = (value.tensor for value in rest)
-                q, row_batch, row_lengths, positions, offsets, mask, starts, firsts, value_head = args
-                o, lse = ops.masked_attention_at_run_time(
-                    cache,
-                    q,
-                    row_batch,
-                    row_lengths,
-                    row_positions=positions,
-                    token_offsets=offsets,
-                    mask=mask,
-                    mask_starts=starts,
-                    mask_firsts=firsts,
-                    alibi_slopes=slopes,
-                    sinks=sinks,
-                    window_left=window_left,
-                    options=numbers,
-                    head_dim_vo=value_head.shape[0],
-                    o_dtype=self.o_dtype,
-                )
-                graph.output(o, lse)
+
+
+def _append(build: _Build) -> None:
+    positions = [build.tensor(DType.int32, "N_batch"), build.tensor(DType.int32, "N_positions")]
+    types = [build.rows("N", "Hk", "D"), build.rows("N_v", "Hk_v", "D_v"), *positions, *build.storage()]
+    with build.graph(types) as graph:
+        rows, storage = graph.inputs[:4], graph.inputs[4:]
+        ops.append(build.cache(*storage), *(value.tensor for value in rows))
+        graph.output()
+
+
+def _gather(build: _Build) -> None:
+    types = [build.tensor(DType.int32, "offsets"), build.tensor(DType.int8, "N", "Hk", "D"), *build.storage()]
+    with build.graph(types) as graph:
+        indptr, like, *storage = graph.inputs
+        num_tokens, heads, head_dim = like.tensor.shape
+        sizes = {"num_kv_heads": heads, "head_dim": head_dim, "dtype": build.variant.dtype}
+        graph.output(*ops.gather(build.cache(*storage), indptr.tensor, num_tokens, **sizes))
+
+
+def _attention(build: _Build) -> None:
+    rows = [build.rows("R", "Hq", "D"), build.tensor(DType.int32, "R_batch"), build.tensor(DType.int32, "R_lengths")]
+    with build.graph([*rows, *build.storage(), *build.options()]) as graph:
+        q, row_batch, row_lengths = (value.tensor for value in graph.inputs[:3])
+        slopes, sinks, window_left, numbers = (value.tensor for value in graph.inputs[7:])
+        o, lse = ops.attention_at_run_time(
+            *(build.cache(*graph.inputs[3:7]), q, row_batch, row_lengths),
+            alibi_slopes=slopes,
+            sinks=sinks,
+            window_left=window_left,
+            options=numbers,
+            o_dtype=build.variant.o_dtype,
+            batch_invariant=build.batch_invariant,
+            gpu_kernel=build.gpu_kernel,
+        )
+        graph.output(o, lse)
+
+
+def _masked_attention(build: _Build) -> None:
+    rows = [
+        build.rows("R", "Hq", "D"),
+        *(build.tensor(DType.int32, f"R_{name}") for name in ("batch", "lengths", "positions")),
+        build.tensor(DType.int32, "B_offsets"),
+        build.tensor(DType.uint8, "mask_bytes"),
+        build.tensor(DType.int64, "R_starts"),
+        build.tensor(DType.int32, "R_firsts"),
+        build.tensor(DType.int8, "Dv"),
+    ]
+    with build.graph([*rows, *build.storage(), *build.options()]) as graph:
+        q, row_batch, row_lengths, positions, offsets, mask, starts, firsts, value_head = (
+            value.tensor for value in graph.inputs[:9]
+        )
+        slopes, sinks, window_left, numbers = (value.tensor for value in graph.inputs[13:])
+        o, lse = ops.masked_attention_at_run_time(
+            *(build.cache(*graph.inputs[9:13]), q, row_batch, row_lengths),
+            row_positions=positions,
+            token_offsets=offsets,
+            mask=mask,
+            mask_starts=starts,
+            mask_firsts=firsts,
+            alibi_slopes=slopes,
+            sinks=sinks,
+            window_left=window_left,
+            options=numbers,
+            head_dim_vo=value_head.shape[0],
+            o_dtype=build.variant.o_dtype,
+        )
+        graph.output(o, lse)
+
+
+def _mla_attention(build: _Build) -> None:
+    types = [
+        build.rows("R", "H", "D_ckv"),
+        build.rows("R_pe", "H_pe", "D_kpe"),
+        build.tensor(DType.int32, "R_batch"),
+        build.tensor(DType.int32, "R_lengths"),
+        *build.storage(),
+        build.tensor(DType.float32, "sinks"),
+        build.numbers(DType.float32, LATENT_OPTIONS.size),
+    ]
+    with build.graph(types) as graph:
+        q_nope, q_pe, row_batch, row_lengths = (value.tensor for value in graph.inputs[:4])
+        kpe, ckv, table, view, sinks, numbers = graph.inputs[4:]
+        o, lse = ops.mla_attention_at_run_time(
+            LatentCache(ckv.buffer, table.tensor, kpe.buffer, view.tensor),
+            *(q_nope, q_pe, row_batch, row_lengths),
+            sinks=sinks.tensor,
+            options=numbers.tensor,
+            o_dtype=build.variant.o_dtype,
+        )
+        graph.output(o, lse)
+
+
+def _merge(build: _Build) -> None:
+    with build.graph([build.rows("S", "n", "H", "D"), build.tensor(DType.float32, "S_s", "n_s", "H_s")]) as graph:
+        v, s = (value.tensor for value in graph.inputs)
+        graph.output(*ops.merge_states(v, s))
+
+
+_BUILDERS: dict[Op, Callable[[_Build], None]] = {
+    "append": _append,
+    "gather": _gather,
+    "attention": _attention,
+    "masked_attention": _masked_attention,
+    "mla_attention": _mla_attention,
+    "merge": _merge,
+}
