@@ -8,7 +8,7 @@ import pytest
 import paged_kv
 from paged_kv.errors import ContractError, ContractTypeError
 from paged_kv.flashinfer import decode
-from paged_kv.flashinfer.kernel_arguments import REFUSED, WITHOUT_EFFECT, markdown, refuse_given
+from paged_kv.flashinfer.kernel_arguments import REFUSED, WITHOUT_EFFECT, markdown, refuse_unsupported
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "coming-from-flashinfer.md"
 
@@ -43,10 +43,10 @@ def test_every_name_is_an_argument():
 @pytest.mark.parametrize("name", REFUSED)
 def test_the_one_value_is_accepted_and_others_are_not(name):
     neutral, why = REFUSED[name]
-    refuse_given(**{name: neutral})
+    refuse_unsupported(**{name: neutral})
     for other in (3, object(), True, "x"):
         if type(other) is type(neutral) and other == neutral:
             continue
         with pytest.raises((ContractError, ContractTypeError), match=name) as refused:
-            refuse_given(**{name: other})
+            refuse_unsupported(**{name: other})
         assert isinstance(refused.value, ContractTypeError) or why in str(refused.value)

@@ -213,29 +213,55 @@ def like(array: Any, result: Floats) -> Any:
         return HOST.like(array, result.astype(HOST.view(array, "q").dtype))
 
 
-def slots(name: str, array: Any, requests: int, available: int, padding: int) -> npt.NDArray[np.int32]:
+class StateSlots(NamedTuple):
+    """The slots of the states that each request reads and writes."""
+
+    sources: npt.NDArray[np.int32]
+    """`[B]`, the slot that each request reads."""
+    targets: npt.NDArray[np.int32]
+    """`[B]`, the slot that it writes."""
+    busy: npt.NDArray[np.int64]
+    """The requests that are no padding, in ascending order."""
+
+    @staticmethod
+    def of(requests: int, available: int, padding: int, *, are_written: bool, **indices: Any) -> StateSlots:
+        """The slots of two arguments: those that are read, else the first B, and those that are written, else the same.
+
+        Args:
+            requests: B.
+            available: S, the slots there are.
+            padding: The slot of a request that is padding.
+            are_written: Whether states are written: then no two requests have one slot.
+            indices: Both arguments `[B]` by their names; or None.
+
+        Raises:
+            ContractTypeError, ShapeError, PageTableError: an argument is no array of B integers.
+            ContractError: a slot is none of those there are, or written twice.
+        """
+        (read_name, read), (written_name, written) = indices.items()
+        first = np.arange(requests, dtype=np.int32)
+        sources = first if read is None else _slots(read_name, read, requests, available, padding)
+        targets = sources if written is None else _slots(written_name, written, requests, available, padding)
+        busy = np.flatnonzero((sources != padding) & (targets != padding))
+        slots, counts = np.unique(targets[busy], return_counts=True)
+        if are_written and (counts > 1).any():
+            name = read_name if written is None else written_name
+            raise ContractError(f"{name}: slot {slots[counts > 1][0]} is written by {counts.max()} requests")
+        return StateSlots(sources, targets, busy)
+
+
+def _slots(name: str, array: Any, requests: int, available: int, padding: int) -> npt.NDArray[np.int32]:
     """The slot of each request; `padding` where it has none.
 
     Raises:
         ContractTypeError, ShapeError, PageTableError: it is no array of as many integers as requests.
         ContractError: a slot is none of those there are.
     """
-    found = HOST.indices(array, name)
-    if len(found) != requests:
-        raise ShapeError(f"{name}: {len(found)} slots, expected {requests}")
-    wrong = (found != padding) & ((found < 0) | (found >= available))
+    slots = np.asarray(HOST.indices(array, name))
+    if len(slots) != requests:
+        raise ShapeError(f"{name}: expected {requests} slots, got {len(slots)}")
+    wrong = (slots != padding) & ((slots < 0) | (slots >= available))
     if wrong.any():
         request = int(wrong.argmax())
-        raise ContractError(f"{name}: request {request} has slot {found[request]}, there are {available}")
-    return np.asarray(found)
-
-
-def check_distinct(name: str, found: npt.NDArray[np.int32]) -> None:
-    """Refuses a slot that two requests write.
-
-    Raises:
-        ContractError: as said.
-    """
-    taken, counts = np.unique(found, return_counts=True)
-    if (counts > 1).any():
-        raise ContractError(f"{name}: slot {taken[counts > 1][0]} is written by {counts.max()} requests")
+        raise ContractError(f"{name}: request {request}: expected a slot of [0, {available}), got {slots[request]}")
+    return slots

@@ -17,7 +17,7 @@ from paged_kv.calls.ragged import WHY_HOST
 from paged_kv.calls.results import Results
 from paged_kv.calls.table import Table
 from paged_kv.errors import ContractError
-from paged_kv.flashinfer.kernel_arguments import refuse_given
+from paged_kv.flashinfer.kernel_arguments import refuse_unsupported
 from paged_kv.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper, PrefillWrapper
 
 __all__ = ["BatchAttention", "BatchAttentionWithAttentionSinkWrapper"]
@@ -80,7 +80,7 @@ class BatchAttention(PrefillWrapper):
 
         Nothing changes, the former plan included, if an error is raised.
         """
-        refuse_given(use_profiler=use_profiler)
+        refuse_unsupported(use_profiler=use_profiler)
         q_dtype, kv_dtype = dtypes_of(q_data_type, kv_data_type, None)
         plan = AttentionPlan(
             num_qo_heads=num_qo_heads,
@@ -129,7 +129,7 @@ class BatchAttention(PrefillWrapper):
         Raises:
             ContractError, PageTableError, ContractTypeError, ShapeError: as the prefill wrapper's `run`.
         """
-        refuse_given(profiler_buffer=profiler_buffer, kv_cache_sf=kv_cache_sf)
+        refuse_unsupported(profiler_buffer=profiler_buffer, kv_cache_sf=kv_cache_sf)
         attention, requests = self._last_plan.of_call("run")
         planned = attention.plan.options
         options = replace(planned, logits_soft_cap=0.0 if logits_soft_cap is None else logits_soft_cap)

@@ -38,7 +38,7 @@ from paged_kv.calls.rows import DecodeBatch, Rows
 from paged_kv.calls.scalars import checked_number
 from paged_kv.calls.table import Table
 from paged_kv.errors import ShapeError
-from paged_kv.flashinfer.kernel_arguments import check_backend, check_skipped_softmax, refuse_given
+from paged_kv.flashinfer.kernel_arguments import check_backend, check_skipped_softmax, refuse_unsupported
 from paged_kv.flashinfer.wrapper import PlannedWrapper
 
 __all__ = [
@@ -111,7 +111,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper[Attention, DecodeBatch, 
     ) -> None:
         del float_workspace_buffer
         check_backend(backend)
-        refuse_given(jit_args=jit_args)
+        refuse_unsupported(jit_args=jit_args)
         self._use_tensor_cores = use_tensor_cores
         arrays = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
         fixed: FixedBuffers[DecodeBatch, Rows] | None = None
@@ -202,7 +202,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper[Attention, DecodeBatch, 
         q_scale and k_scale. Nothing changes, the former plan included, if an error is raised.
         """
         del non_blocking, fixed_split_size, disable_split_kv
-        refuse_given(window_right=window_right)
+        refuse_unsupported(window_right=window_right)
         q_dtype, kv_dtype = dtypes_of(q_data_type, kv_data_type, data_type)
         plan = AttentionPlan(
             num_qo_heads=num_qo_heads,
@@ -303,7 +303,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper[Attention, DecodeBatch, 
         del enable_pdl
         attention, rows = self._last_plan.of_call("run")
         if args or kv_cache_sf is not None or skip_softmax_threshold_scale_factor is not None:
-            refuse_given(args=args, kv_cache_sf=kv_cache_sf)
+            refuse_unsupported(args=args, kv_cache_sf=kv_cache_sf)
             check_skipped_softmax(skip_softmax_threshold_scale_factor)
         number = attention.plan.q_len_per_req
         if q_len_per_req is not None:
@@ -662,7 +662,7 @@ def trtllm_batch_decode_with_kv_cache(
     check_backend(backend)
     check_layout(kv_layout)
     check_skipped_softmax(skip_softmax_threshold_scale_factor)
-    refuse_given(
+    refuse_unsupported(
         o_sf_scale=o_sf_scale,
         o_sf_vec_size=o_sf_vec_size,
         kv_cache_sf=kv_cache_sf,

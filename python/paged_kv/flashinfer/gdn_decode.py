@@ -14,15 +14,14 @@ from paged_kv.arguments import flag
 from paged_kv.arrays.types import ArrayT, SupportsDLPack
 from paged_kv.calls.recurrence import (
     STATE_DTYPES,
+    StateSlots,
     Written,
-    check_distinct,
     checked,
     floats,
     like,
     recurrence,
     require_host,
     sigmoid,
-    slots,
     softplus,
     write_all,
 )
@@ -127,9 +126,9 @@ def _decode(
 ) -> tuple[Any, Any]:
     """Both calls; states are `[..., K, V]` where `keys_first`, else `[..., V, K]`."""
     if (initial_state is None) == (state is None) or (initial_state is None) != (initial_state_indices is None):
-        raise ContractError("state: either it is given, or initial_state with initial_state_indices")
+        raise ContractError("state: expected either state, or initial_state with initial_state_indices")
     if output_state_indices is not None and initial_state is None:
-        raise ContractError("output_state_indices: they are slots of initial_state, which is None")
+        raise ContractError("output_state_indices: expected None without initial_state, whose slots they are")
     read = {"q": q, "k": k, "v": v, "A_log": A_log, "a": a, "dt_bias": dt_bias, "b": b}
     pool = {"state": state, "initial_state": initial_state, "intermediate_states_buffer": intermediate_states_buffer}
     require_host({**read, **pool, "output": output})
@@ -140,28 +139,21 @@ def _decode(
     values = floats("v", v, [requests, tokens, None, None])
     heads, width = values.shape[2:]
     if not key_heads or heads % key_heads:
-        raise ShapeError(f"v: {heads} heads are no multiple of {key_heads} of q and k")
+        raise ShapeError(f"v: expected a multiple of the {key_heads} heads of q and k, got {heads}")
     decays, rates = (floats(name, read[name], [requests, tokens, heads]) for name in "ab")
     rate_of, bias = (floats(name, read[name], [heads]) for name in ("A_log", "dt_bias"))
     name, states = ("state", state) if initial_state is None else ("initial_state", initial_state)
     of_state = [heads, key_dim, width] if keys_first else [heads, width, key_dim]
     held = Written.of(name, states, [requests if initial_state is None else None, *of_state], STATE_DTYPES)
-    sources = np.arange(requests, dtype=np.int32)
-    if initial_state is not None:
-        sources = slots("initial_state_indices", initial_state_indices, requests, len(held.view), -1)
-    targets = sources
-    if output_state_indices is not None:
-        targets = slots("output_state_indices", output_state_indices, requests, len(held.view), -1)
     updates = not flag("disable_state_update", disable_state_update)
-    busy = np.flatnonzero((sources >= 0) & (targets >= 0))
-    if updates:
-        check_distinct("output_state_indices" if output_state_indices is not None else name, targets[busy])
+    indices = {"initial_state_indices": initial_state_indices, "output_state_indices": output_state_indices}
+    sources, targets, busy = StateSlots.of(requests, len(held.view), -1, are_written=updates, **indices)
     shape = [requests, tokens, heads, width]
     into = None if output is None else Written.of("output", output, shape)
-    kept = None
+    between = None
     if intermediate_states_buffer is not None:
         places = [requests, tokens, *of_state]
-        kept = Written.of("intermediate_states_buffer", intermediate_states_buffer, places, STATE_DTYPES)
+        between = Written.of("intermediate_states_buffer", intermediate_states_buffer, places, STATE_DTYPES)
     factor = (key_dim or 1) ** -0.5 if scale is None else checked_number(scale, "scale")
 
     def rows(x: Any) -> Any:
@@ -172,7 +164,7 @@ def _decode(
 
     with np.errstate(over="ignore", invalid="ignore"):
         decays = np.exp(-np.exp(rate_of) * softplus(decays + bias))
-    found = recurrence(
+    walked = recurrence(
         "delta_rule",
         rows(queries),
         rows(keys),
@@ -183,16 +175,16 @@ def _decode(
         [tokens] * len(busy),
         scale=factor,
         normed=flag("use_qk_l2norm", use_qk_l2norm),
-        every=0 if kept is None else 1,
+        every=0 if between is None else 1,
     )
     o = np.zeros(shape, np.float32)
-    o[busy] = found.o.reshape(len(busy), *shape[1:])
+    o[busy] = walked.o.reshape(len(busy), *shape[1:])
     results: list[tuple[Written, Any, Any]] = [] if into is None else [(into, ..., o)]
     if updates:
-        results.append((held, targets[busy], turned(found.after)))
+        results.append((held, targets[busy], turned(walked.after)))
     else:
         read[name] = states
-    if kept is not None and tokens and len(busy):
-        results.append((kept, busy, turned(np.array(found.between))))
+    if between is not None and tokens and len(busy):
+        results.append((between, busy, turned(np.array(walked.between))))
     write_all(results, read)
     return (like(q, o) if output is None else output), states

@@ -6,16 +6,18 @@ dimensions of keys and values.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from paged_kv.arguments import LARGEST_INDEX, flag, integer
+from paged_kv.arguments import LARGEST_INDEX, flag, integer, shown
 from paged_kv.arrays.host import HOST
 from paged_kv.arrays.types import ArrayT, SupportsDLPack
 from paged_kv.calls.offsets import check_offsets
 from paged_kv.calls.recurrence import (
     STATE_DTYPES,
+    Floats,
     Written,
     checked,
     floats,
@@ -78,95 +80,98 @@ def chunk_gated_delta_rule(
         PageTableError, ContractError: offsets do not ascend or end elsewhere; checkpoints do not have as many places
             as they are; an array that is written is read-only, or shares memory with another argument.
     """
-    given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
-    require_host({**given, "output": output, "output_state": output_state, "state_checkpoints": state_checkpoints})
-    rows, _, key_dim = checked("q", q, [None] * 3).shape
-    shapes = {"q": [None] * 3, "k": [rows, None, key_dim], "v": [rows, None, None]}
-    _check_heads(*(checked(name, given[name], shape).shape[1] for name, shape in shapes.items()))
-    queries, keys, values = _grouped(*(floats(name, given[name], shape) for name, shape in shapes.items()))
-    heads, width = values.shape[1:]
+    read = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+    require_host({**read, "output": output, "output_state": output_state, "state_checkpoints": state_checkpoints})
+    queries, keys, values = _checked_qkv(read)
+    (rows, _, key_dim), (heads, width) = queries.shape, values.shape[1:]
     ones = np.ones((rows, heads), np.float32)
     decays = ones if g is None else floats("g", g, [rows, heads], ("float32",))
     rates = ones if beta is None else floats("beta", beta, [rows, heads], ("float32",))
-    counts = [rows]
-    if cu_seqlens is not None:
-        offsets = HOST.indices(cu_seqlens, "cu_seqlens")
-        check_offsets(offsets, "cu_seqlens")
-        if offsets[-1] != rows:
-            raise ShapeError(f"cu_seqlens: ends with {offsets[-1]}, q has {rows} rows")
-        counts = np.diff(offsets).tolist()
-    of_state = [heads, width, key_dim]
+    counts, of_state = _counts(cu_seqlens, rows), [heads, width, key_dim]
     before = None
     if initial_state is not None:
         before = floats("initial_state", initial_state, [len(counts), *of_state], STATE_DTYPES).swapaxes(2, 3)
     every = integer("checkpoint_every_n_tokens", checkpoint_every_n_tokens, 0, LARGEST_INDEX)
-    wanted = flag("output_final_state", output_final_state)
+    returns_states = flag("output_final_state", output_final_state)
     factor = (key_dim or 1) ** -0.5 if scale is None else checked_number(scale, "scale") or (key_dim or 1) ** -0.5
     into = None if output is None else Written.of("output", output, [rows, heads, width])
     state = None
     if output_state is not None:
         state = Written.of("output_state", output_state, [len(counts), *of_state], STATE_DTYPES)
-    places = _places(every, counts, state_checkpoints, checkpoint_cu_starts)
-    kept = None
-    if places is not None:
-        kept = Written.of("state_checkpoints", state_checkpoints, [None, *of_state], STATE_DTYPES)
-        if len(kept.view) < places[-1]:
-            raise ShapeError(f"state_checkpoints: {len(kept.view)} states, checkpoint_cu_starts ends with {places[-1]}")
-    found = recurrence(
-        "delta_rule",
-        queries,
-        keys,
-        values,
-        decays,
-        rates,
-        before,
-        counts,
-        scale=factor,
-        normed=flag("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
-        every=every,
-    )
-    after = np.ascontiguousarray(found.after.swapaxes(2, 3))
-    results: list[tuple[Written, Any, Any]] = [] if into is None else [(into, ..., found.o)]
-    if state is not None and wanted:
+    checkpoints, num_checkpoints = _checkpoints(every, counts, state_checkpoints, checkpoint_cu_starts, of_state)
+    normed = flag("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)
+    gates = decays, rates, before, counts
+    walked = recurrence("delta_rule", queries, keys, values, *gates, scale=factor, normed=normed, every=every)
+    after = np.ascontiguousarray(walked.after.swapaxes(2, 3))
+    results: list[tuple[Written, Any, Any]] = [] if into is None else [(into, ..., walked.o)]
+    if state is not None and returns_states:
         results.append((state, ..., after))
-    if kept is not None and places is not None and places[-1]:
-        flat = np.stack([each.swapaxes(1, 2) for of_sequence in found.between for each in of_sequence])
-        results.append((kept, slice(places[-1]), flat))
-    write_all(results, given)
-    o = like(q, found.o) if output is None else output
-    if not wanted:
+    if checkpoints is not None and num_checkpoints:
+        flat = np.stack([each.swapaxes(1, 2) for of_sequence in walked.between for each in of_sequence])
+        results.append((checkpoints, slice(num_checkpoints), flat))
+    write_all(results, read)
+    o = like(q, walked.o) if output is None else output
+    if not returns_states:
         return o
     return o, (HOST.like(q, after) if output_state is None else output_state)
 
 
-def _grouped(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    """Q, k and v with as many heads of q as of k, which divide those of v."""
-    if q.shape[1] == k.shape[1]:
-        return q, k, v
-    return q, *(np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
-
-
-def _check_heads(of_q: int, of_k: int, of_v: int) -> None:
-    """Refuses numbers of heads that do not fit.
+def _checked_qkv(arrays: Mapping[str, Any]) -> tuple[Floats, Floats, Floats]:
+    """Q, k and v as float32, with as many heads of q as of k, which divide those of v.
 
     Raises:
-        ShapeError: as said.
+        ContractTypeError, ShapeError: they are no arrays of these dtypes and shapes, or their heads do not fit.
     """
-    is_of_values, is_of_queries = of_q == of_k and of_v, of_k == of_v and of_q
-    if not of_k or not ((is_of_values and of_v % of_q == 0) or (is_of_queries and of_q % of_k == 0)):
-        raise ShapeError(f"k: {of_k} heads, with {of_q} of q and {of_v} of v")
+    rows, q_heads, key_dim = checked("q", arrays["q"], [None] * 3).shape
+    shapes = {"q": [rows, None, key_dim], "k": [rows, None, key_dim], "v": [rows, None, None]}
+    k_heads, v_heads = (checked(name, arrays[name], shapes[name]).shape[1] for name in "kv")
+    is_of_values, is_of_queries = q_heads == k_heads and v_heads, k_heads == v_heads and q_heads
+    if not k_heads or not ((is_of_values and v_heads % q_heads == 0) or (is_of_queries and q_heads % k_heads == 0)):
+        raise ShapeError(f"k: expected heads that fit {q_heads} of q and {v_heads} of v, got {k_heads}")
+    q, k, v = (floats(name, arrays[name], shape) for name, shape in shapes.items())
+    if q_heads != k_heads:
+        k, v = (np.repeat(x, q_heads // k_heads, axis=1) for x in (k, v))
+    return q, k, v
 
 
-def _places(every: int, counts: list[int], checkpoints: Any, starts: Any) -> list[int] | None:
-    """The places of checkpoints, `[B + 1]`; None where there are none."""
+def _counts(cu_seqlens: Any, rows: int) -> list[int]:
+    """The rows of each sequence.
+
+    Raises:
+        ContractTypeError, ShapeError, PageTableError: `cu_seqlens` is no array of offsets that end at `rows`.
+    """
+    if cu_seqlens is None:
+        return [rows]
+    offsets = HOST.indices(cu_seqlens, "cu_seqlens")
+    check_offsets(offsets, "cu_seqlens")
+    if offsets[-1] != rows:
+        raise ShapeError(f"cu_seqlens: expected an end at q's {rows} rows, got {offsets[-1]}")
+    counts: list[int] = np.diff(offsets).tolist()
+    return counts
+
+
+def _checkpoints(
+    every: int, counts: list[int], checkpoints: Any, starts: Any, of_state: list[int]
+) -> tuple[Written | None, int]:
+    """The array that takes a state `of_state` after each `every` rows of a sequence, and how many it takes.
+
+    Raises:
+        ContractTypeError, ShapeError: an argument is no array of these dtypes and shapes.
+        ContractError: one is missing, or `starts` is not the first checkpoint of each sequence.
+    """
     if not every:
-        if checkpoints is not None or starts is not None:
-            raise ContractError("checkpoint_every_n_tokens is 0, and there are state_checkpoints or their places")
-        return None
+        for name, array in (("state_checkpoints", checkpoints), ("checkpoint_cu_starts", starts)):
+            if array is not None:
+                raise ContractError(f"{name}: expected None where checkpoint_every_n_tokens is 0")
+        return None, 0
     if checkpoints is None or starts is None:
-        raise ContractError("state_checkpoints and checkpoint_cu_starts are needed where checkpoint_every_n_tokens is")
+        name = "state_checkpoints" if checkpoints is None else "checkpoint_cu_starts"
+        raise ContractError(f"{name}: expected an array where checkpoint_every_n_tokens is {every}, got None")
     places = HOST.indices(starts, "checkpoint_cu_starts").tolist()
     expected = np.concatenate([[0], np.cumsum([count // every for count in counts])]).tolist()
     if places != expected:
-        raise ContractError(f"checkpoint_cu_starts is {places}, with {every} tokens apart they are {expected}")
-    return expected
+        raise ContractError(f"checkpoint_cu_starts: expected {shown(expected)}, got {shown(places)}")
+    written = Written.of("state_checkpoints", checkpoints, [None, *of_state], STATE_DTYPES)
+    if len(written.view) < places[-1]:
+        raise ShapeError(f"state_checkpoints: expected at least {places[-1]} states, got {len(written.view)}")
+    return written, places[-1]

@@ -18,7 +18,7 @@ _WORKSPACES = "kernels take what they need from MAX"
 _FOLLOWS = "the kernel follows from the call and its arrays"
 _FLOAT32 = "scores, softmax and sums are float32"
 _SPLIT = "how a call is split follows from its rows and lengths"
-_KNOWN = "what it says is known from the other arguments"
+_REPEATED = "what it says follows from the other arguments"
 _HOST = "plans are made on the host"
 
 WITHOUT_EFFECT = {
@@ -40,9 +40,9 @@ WITHOUT_EFFECT = {
     "request_order_plan": _SPLIT,
     "uniform_q_len": _SPLIT,
     "lse_mode": "a run says whether it returns the lse",
-    "max_sequence_kv": _KNOWN,
-    "max_token_per_sequence": _KNOWN,
-    "use_sinks": _KNOWN,
+    "max_sequence_kv": _REPEATED,
+    "max_token_per_sequence": _REPEATED,
+    "use_sinks": _REPEATED,
     "non_blocking": _HOST,
     "jit_kwargs": "they belong to `jit_args`",
 }
@@ -53,6 +53,7 @@ _MULTI_ITEM = "multi-item scoring is not supported"
 _NVFP4_CACHE = "block scales belong to NVFP4 caches, which are not supported"
 _NVFP4_OUTPUT = "block scales belong to NVFP4 outputs, which are not supported"
 _OWN_KERNEL = "kernels of one's own are not compiled"
+_INTERMEDIATE = "`mamba` saves no states between tokens"
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "jit_args": (None, _OWN_KERNEL),
@@ -78,11 +79,19 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "ckv_scale_arr": (None, "one scale for the whole cache is supported, ckv_scale"),
     "bmm1_scale": (None, "sm_scale is planned"),
     "bmm2_scale": (None, "ckv_scale multiplies the values"),
+    "state_scale": (None, "states of `mamba` are floats"),
+    "intermediate_states_buffer": (None, _INTERMEDIATE),
+    "intermediate_state_indices": (None, _INTERMEDIATE),
+    "intermediate_state_scales": (None, _INTERMEDIATE),
+    "rand_seed": (None, "states of `mamba` are rounded to nearest"),
+    "cu_seqlens": (None, "`mamba` takes as many tokens of each request"),
+    "num_accepted_tokens": (None, _INTERMEDIATE),
 }
-"""Arguments that would change the result: the one value that each may have, and why. The last six are MLA's."""
+"""Arguments that would change the result: the one value that each may have, and why. The six from `o_scale` on are
+MLA's, those after them Mamba's."""
 
 
-def refuse_given(**arguments: Any) -> None:
+def refuse_unsupported(**arguments: Any) -> None:
     """Refuses arguments of `REFUSED` with another value than the one that they may have.
 
     Raises:
@@ -93,15 +102,13 @@ def refuse_given(**arguments: Any) -> None:
         neutral, why = REFUSED[name]
         if value is neutral:
             continue
-        if neutral is None or neutral == ():
-            raise ContractError(f"{name} must be None, not of type {type(value).__name__}: {why}")
-        found: Any = value
+        plain: Any = value
         if isinstance(neutral, bool):
-            found = flag(name, value)
+            plain = flag(name, value)
         elif isinstance(neutral, int):
-            found = integer(name, value, -(2**31), 2**31 - 1)
-        if type(found) is not type(neutral) or found != neutral:
-            raise ContractError(f"{name} must be {neutral!r}, not {shown(value)}: {why}")
+            plain = integer(name, value, -(2**31), 2**31 - 1)
+        if neutral is None or type(plain) is not type(neutral) or plain != neutral:
+            raise ContractError(f"{name}: expected {neutral!r}, got {shown(value)}: {why}")
 
 
 def is_sink_kernel(jit_args: Any) -> bool:
@@ -118,18 +125,18 @@ def is_sink_kernel(jit_args: Any) -> bool:
         tensors, scalars, name = jit_args[7], jit_args[9], jit_args[11]
         if [tensors, scalars, name] == [["sink"], ["sm_scale"], "AttentionSink"]:
             return True
-    refuse_given(jit_args=jit_args)
+    refuse_unsupported(jit_args=jit_args)
     return False
 
 
 def check_backend(backend: Any) -> None:
-    """Refuses what names no backend; every name stands for the kernels that there are.
+    """Refuses a backend that is no str; every name stands for the same kernels.
 
     Raises:
         ContractTypeError: it is not a str.
     """
     if not isinstance(backend, str):
-        raise ContractTypeError(f"backend must be a str, not {shown(backend)}")
+        raise ContractTypeError(f"backend: expected a str, got {shown(backend)}")
 
 
 def check_skipped_softmax(threshold: Any) -> None:
@@ -143,9 +150,9 @@ def check_skipped_softmax(threshold: Any) -> None:
     if threshold is None:
         return
     if isinstance(threshold, bool) or not isinstance(threshold, int | float):
-        raise ContractTypeError(f"{name} must be a number, not {shown(threshold)}")
+        raise ContractTypeError(f"{name}: expected a number, got {shown(threshold)}")
     if not 0 <= threshold <= NEGLIGIBLE_SOFTMAX:
-        raise ContractError(f"{name} must be None or from 0 to 2^-25, not {shown(threshold)}: no token is left out")
+        raise ContractError(f"{name}: expected None or 0 to 2^-25, got {shown(threshold)}: no token is left out")
 
 
 def markdown() -> str:

@@ -7,6 +7,8 @@ dimensions of a head, N rows of its state.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,19 +18,20 @@ from paged_kv.arrays.host import HOST
 from paged_kv.arrays.types import ArrayT, SupportsDLPack
 from paged_kv.calls.recurrence import (
     STATE_DTYPES,
+    Floats,
+    StateSlots,
     Written,
-    check_distinct,
     checked,
     floats,
     like,
     recurrence,
     require_host,
     sigmoid,
-    slots,
     softplus,
     write_all,
 )
 from paged_kv.errors import ContractError, ShapeError
+from paged_kv.flashinfer.kernel_arguments import refuse_unsupported
 
 __all__ = ["selective_state_update"]
 
@@ -75,7 +78,7 @@ def selective_state_update(
         D: `[H, P]`.
         z: Like x.
         dt_bias: `[H, P]`.
-        dt_softplus: As said.
+        dt_softplus: Whether t is the softplus.
         state_batch_indices: `[B]`: the slot of each request; the first B ones where it is None.
         pad_slot_id: The slot of a request that is padding: its outputs are 0.
         out: Like x, written to; a new array of x's dtype where it is None.
@@ -95,89 +98,108 @@ def selective_state_update(
             those there are, or written twice; an array that is written is read-only, or shares memory with another.
     """
     del philox_rounds, cache_steps, algorithm, backend
-    refused = {
-        "state_scale": state_scale,
-        "intermediate_states_buffer": intermediate_states_buffer,
-        "intermediate_state_indices": intermediate_state_indices,
-        "intermediate_state_scales": intermediate_state_scales,
-        "rand_seed": rand_seed,
-        "cu_seqlens": cu_seqlens,
-        "num_accepted_tokens": num_accepted_tokens,
-    }
-    for name, value in refused.items():
-        if value is not None:
-            raise ContractError(f"{name} must be None")
+    refuse_unsupported(state_scale=state_scale, intermediate_states_buffer=intermediate_states_buffer)
+    refuse_unsupported(intermediate_state_indices=intermediate_state_indices, rand_seed=rand_seed)
+    refuse_unsupported(intermediate_state_scales=intermediate_state_scales, cu_seqlens=cu_seqlens)
+    refuse_unsupported(num_accepted_tokens=num_accepted_tokens)
     read = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
     require_host({**read, "state": state, "out": out})
-    rank = HOST.view(x, "x").ndim
-    if rank not in (3, 4):
-        raise ShapeError(f"x: {rank} dimensions, expected [B, H, P] or [B, T, H, P]")
-    given = checked("x", x, [None] * rank).shape
-    requests, heads, width = given[0], *given[-2:]
-    tokens = given[1] if rank == 4 else 1
-    outer = given[: rank - 2]
-    held = Written.of("state", state, [None, heads, width, None], STATE_DTYPES)
-    available, state_size = held.view.shape[0], held.view.shape[3]
-    checked("dt", dt, given)  # before anything is copied
-    inputs, steps = (floats(name, read[name], given) for name in ("x", "dt"))
-    of_b, of_c = (floats(name, read[name], [*outer, None, state_size]) for name in "BC")
-    groups = of_b.shape[-2]
-    if of_c.shape != of_b.shape or not groups or heads % groups:
-        raise ShapeError(f"B: {groups} groups and C: {of_c.shape[-2]}, expected one number that divides {heads} heads")
-    rates = _of_heads("A", floats("A", A, [heads, width, state_size]), 1)
-    steps = _of_heads("dt", steps, rank - 1)
-    if dt_bias is not None:
-        steps = steps + _of_heads("dt_bias", floats("dt_bias", dt_bias, [heads, width]), 1)
-    if flag("dt_softplus", dt_softplus):
-        steps = softplus(steps)
-    padding = integer("pad_slot_id", pad_slot_id, -LARGEST_INDEX - 1, LARGEST_INDEX)
-    sources = np.arange(requests, dtype=np.int32)
-    if state_batch_indices is not None:
-        sources = slots("state_batch_indices", state_batch_indices, requests, available, padding)
-    elif requests > available:
-        raise ShapeError(f"state: {available} slots for {requests} requests")
-    targets = sources
-    if dst_state_batch_indices is not None:
-        targets = slots("dst_state_batch_indices", dst_state_batch_indices, requests, available, padding)
-    busy = np.flatnonzero((sources != padding) & (targets != padding))
+    shape = _shape_of(x)
+    held = Written.of("state", state, [None, *shape[-2:], None], STATE_DTYPES)
+    inputs = _Inputs.of(read, shape, held.view.shape[3], flag("dt_softplus", dt_softplus))
+    available, padding = len(held.view), integer("pad_slot_id", pad_slot_id, -LARGEST_INDEX - 1, LARGEST_INDEX)
+    if state_batch_indices is None and shape[0] > available:
+        raise ShapeError(f"state: expected a slot for each of {shape[0]} requests, got {available}")
     updates = not flag("disable_state_update", disable_state_update)
-    if updates:
-        name = "state_batch_indices" if dst_state_batch_indices is None else "dst_state_batch_indices"
-        check_distinct(name, targets[busy])
-    into = None if out is None else Written.of("out", out, given)
-
-    def rows(array: Any) -> Any:
-        return array[busy].reshape(len(busy) * tokens, *array.shape[len(outer) :])
-
-    with np.errstate(over="ignore", invalid="ignore"):
-        decays = np.exp(rates * steps)
-    found = recurrence(
-        "selective_scan",
-        rows(of_c),
-        rows(of_b),
-        rows(inputs),
-        rows(decays),
-        rows(steps),
-        held.view[sources[busy]].astype(np.float32).swapaxes(2, 3),
-        [tokens] * len(busy),
-    )
-    y = np.zeros(given, np.float32)
-    y[busy] = found.o.reshape(len(busy), *given[1:])
-    with np.errstate(over="ignore", invalid="ignore"):
-        y += floats("D", D, [heads, width]) * inputs
-        if z is not None:
-            gate = floats("z", z, given)
-            y *= gate * sigmoid(gate)
-    idle = np.ones(requests, bool)
-    idle[busy] = False
-    y[idle] = 0
+    indices = {"state_batch_indices": state_batch_indices, "dst_state_batch_indices": dst_state_batch_indices}
+    sources, targets, busy = StateSlots.of(shape[0], available, padding, are_written=updates, **indices)
+    into = None if out is None else Written.of("out", out, shape)
+    y, after = inputs.scan(held.view[sources[busy]].astype(np.float32), busy)
     results: list[tuple[Written, Any, Any]] = [] if into is None else [(into, ..., y)]
     if updates:
-        results.append((held, targets[busy], found.after.swapaxes(2, 3)))
-    else:
-        read["state"] = state
-    write_all(results, read)
+        results.append((held, targets[busy], after))
+    write_all(results, read if updates else {**read, "state": state})
     return like(x, y) if out is None else out
+
+
+def _shape_of(x: Any) -> tuple[int, ...]:
+    """`[B, H, P]` or `[B, T, H, P]`.
+
+    Raises:
+        ContractTypeError, ShapeError: x is no such array of floats.
+    """
+    rank = HOST.view(x, "x").ndim
+    if rank not in (3, 4):
+        raise ShapeError(f"x: expected [B, H, P] or [B, T, H, P], got {rank} dimensions")
+    return checked("x", x, [None] * rank).shape
+
+
+@dataclass(frozen=True, eq=False)
+class _Inputs:
+    """The arguments of a call as float32. Letters in shapes: `...` B, or B and T."""
+
+    x: Floats
+    """`[..., H, P]`."""
+    steps: Floats
+    """t, `[..., H]`."""
+    rates: Floats
+    """A, `[H]`."""
+    keys: Floats
+    """B, `[..., G, N]`."""
+    queries: Floats
+    """C, `[..., G, N]`."""
+    skip: Floats
+    """D, `[H, P]`."""
+    z: Floats | None
+    """`[..., H, P]`."""
+
+    @staticmethod
+    def of(arrays: Mapping[str, Any], shape: Sequence[int], state_size: int, has_softplus: bool) -> _Inputs:
+        """The arguments by their names, checked; `shape` is that of x, and `state_size` is N.
+
+        Raises:
+            ContractTypeError, ShapeError: an argument is no array of these dtypes and shapes.
+            ContractError: A, dt or dt_bias differs within a head.
+        """
+        outer, (heads, width) = shape[:-2], shape[-2:]
+        for name in ("dt", "z"):  # before anything is copied
+            if arrays[name] is not None:
+                checked(name, arrays[name], shape)
+        x, steps = (floats(name, arrays[name], shape) for name in ("x", "dt"))
+        keys, queries = (floats(name, arrays[name], [*outer, None, state_size]) for name in "BC")
+        groups, of_c = keys.shape[-2], queries.shape[-2]
+        if groups != of_c or not groups or heads % groups:
+            raise ShapeError(f"B: expected as many groups as C's {of_c}, which divide {heads} heads, got {groups}")
+        rates = _of_heads("A", floats("A", arrays["A"], [heads, width, state_size]), 1)
+        steps = _of_heads("dt", steps, len(outer) + 1)
+        if arrays["dt_bias"] is not None:
+            steps = steps + _of_heads("dt_bias", floats("dt_bias", arrays["dt_bias"], [heads, width]), 1)
+        skip = floats("D", arrays["D"], [heads, width])
+        z = None if arrays["z"] is None else floats("z", arrays["z"], shape)
+        return _Inputs(x, softplus(steps) if has_softplus else steps, rates, keys, queries, skip, z)
+
+    def scan(self, states: Floats, busy: Any) -> tuple[Floats, Floats]:
+        """Y like x, 0 where a request is not `busy`, and the states `[busy, H, P, N]` after the tokens."""
+        shape = self.x.shape
+        tokens = shape[1] if len(shape) == 4 else 1
+
+        def rows(array: Floats) -> Floats:
+            return array[busy].reshape(len(busy) * tokens, *array.shape[len(shape) - 2 :])
+
+        with np.errstate(over="ignore", invalid="ignore"):
+            decays = np.exp(self.rates * self.steps)
+        inputs = (rows(array) for array in (self.queries, self.keys, self.x, decays, self.steps))
+        scanned = recurrence("selective_scan", *inputs, states.swapaxes(2, 3), [tokens] * len(busy))
+        y = np.zeros(shape, np.float32)
+        y[busy] = scanned.o.reshape(len(busy), *shape[1:])
+        with np.errstate(over="ignore", invalid="ignore"):
+            y += self.skip * self.x
+            if self.z is not None:
+                y *= self.z * sigmoid(self.z)
+        idle = np.ones(shape[0], bool)
+        idle[busy] = False
+        y[idle] = 0
+        return y, scanned.after.swapaxes(2, 3)
 
 
 def _of_heads(name: str, array: Any, axis: int) -> Any:
@@ -190,5 +212,5 @@ def _of_heads(name: str, array: Any, axis: int) -> Any:
     if not flat.shape[-1]:
         return np.zeros(flat.shape[:-1], np.float32)
     if not np.array_equal(flat, np.broadcast_to(flat[..., :1], flat.shape), equal_nan=True):
-        raise ContractError(f"{name}: differs within a head, one number for each is expected")
+        raise ContractError(f"{name}: expected one number for each head, got several")
     return flat[..., 0]

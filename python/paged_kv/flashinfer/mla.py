@@ -22,7 +22,7 @@ from paged_kv.calls.planned import LastPlan
 from paged_kv.calls.results import Results
 from paged_kv.calls.rows import Rows
 from paged_kv.errors import ContractError, ContractTypeError, PageTableError, ShapeError
-from paged_kv.flashinfer.kernel_arguments import check_backend, check_skipped_softmax, refuse_given
+from paged_kv.flashinfer.kernel_arguments import check_backend, check_skipped_softmax, refuse_unsupported
 from paged_kv.options import FLOAT8_DTYPES, LatentOptions
 
 __all__ = ["BatchMLAPagedAttentionWrapper", "MLAPlanMetadata"]
@@ -194,7 +194,7 @@ class BatchMLAPagedAttentionWrapper:
             ("scale_mode", scale_mode, ("default", "kv-per-tensor")),
         ):
             check_known(name, value, known)
-        refuse_given(output_scale=output_scale, use_profiler=use_profiler, skip_softmax=skip_softmax)
+        refuse_unsupported(output_scale=output_scale, use_profiler=use_profiler, skip_softmax=skip_softmax)
         if sm_scale is None or causal is None:
             raise ContractError(f"{'sm_scale' if sm_scale is None else 'causal'} is needed")
         q_dtype = dtype_of(q_data_type, "q_data_type")
@@ -273,7 +273,7 @@ class BatchMLAPagedAttentionWrapper:
             PageTableError: a page id is not one of the cache's, or the user's buffers hold inconsistent requests.
             ContractTypeError, ShapeError: an array is not as planned.
         """
-        refuse_given(
+        refuse_unsupported(
             profiler_buffer=profiler_buffer,
             o_scale=o_scale,
             ckv_scale_arr=ckv_scale_arr,

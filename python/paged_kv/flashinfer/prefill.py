@@ -34,7 +34,12 @@ from paged_kv.calls.rows import Rows
 from paged_kv.calls.scalars import one_number, one_scale
 from paged_kv.calls.table import Table
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
-from paged_kv.flashinfer.kernel_arguments import check_backend, check_skipped_softmax, is_sink_kernel, refuse_given
+from paged_kv.flashinfer.kernel_arguments import (
+    check_backend,
+    check_skipped_softmax,
+    is_sink_kernel,
+    refuse_unsupported,
+)
 from paged_kv.flashinfer.wrapper import PlannedWrapper
 
 __all__ = [
@@ -79,7 +84,7 @@ class PrefillWrapper(PlannedWrapper[Attention, RaggedBatch, RaggedBatch]):
     ) -> None:
         check_backend(backend)
         self._takes_sinks = is_sink_kernel(jit_args)
-        refuse_given(variant_owns_mask=variant_owns_mask)
+        refuse_unsupported(variant_owns_mask=variant_owns_mask)
         fixed: FixedBuffers[RaggedBatch, RaggedBatch] | None = None
         if flag("use_cuda_graph", use_cuda_graph):
             fixed = FixedBuffers([buffers], arrays, "the requests live")
@@ -109,7 +114,7 @@ class PrefillWrapper(PlannedWrapper[Attention, RaggedBatch, RaggedBatch]):
         if self._takes_sinks and len(args) <= 2:
             given, sm_scale, *_ = (*args, None, None)
         else:
-            refuse_given(args=args)
+            refuse_unsupported(args=args)
         if sinks is not None and given is not None:
             raise ContractTypeError("sinks are given twice: by position, and by name")
         attention, requests = self._last_plan.of_call("run")
@@ -291,7 +296,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         """
         del use_fp16_qk_reduction, non_blocking, max_token_per_sequence, max_sequence_kv
         del fixed_split_size, disable_split_kv, uniform_q_len
-        refuse_given(
+        refuse_unsupported(
             prefix_len_ptr=prefix_len_ptr,
             token_pos_in_items_ptr=token_pos_in_items_ptr,
             token_pos_in_items_len=token_pos_in_items_len,
@@ -383,7 +388,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             ContractTypeError, ShapeError: an array is not as planned.
         """
         del enable_pdl, use_fp16_softmax, uses_spcompress
-        refuse_given(kv_cache_sf=kv_cache_sf)
+        refuse_unsupported(kv_cache_sf=kv_cache_sf)
         check_skipped_softmax(skip_softmax_threshold_scale_factor)
         attention, rows, all_sinks = self._of_run(args, sinks)
         return attention.over_pages(
@@ -526,7 +531,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         """
         del use_fp16_qk_reduction, non_blocking, max_token_per_sequence, max_sequence_kv
         del fixed_split_size, disable_split_kv, uniform_q_len
-        refuse_given(
+        refuse_unsupported(
             prefix_len_ptr=prefix_len_ptr,
             token_pos_in_items_ptr=token_pos_in_items_ptr,
             token_pos_in_items_len=token_pos_in_items_len,
@@ -598,10 +603,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             ContractTypeError, ShapeError: an array is not as planned.
         """
         del enable_pdl
-        refuse_given(kv_cache_sf=kv_cache_sf)
+        refuse_unsupported(kv_cache_sf=kv_cache_sf)
         scale = one_number(o_scale, "o_scale")
         if scale is not None and not (isinstance(scale, int | float) and scale == 1):
-            raise ContractError(f"o_scale must be None or 1, not {shown(scale)}: the output is not quantised")
+            raise ContractError(f"o_scale: expected None or 1, got {shown(scale)}: the output is not quantised")
         attention, rows, sinks = self._of_run(args, None)
         return attention.over_tokens(
             rows,
@@ -712,7 +717,7 @@ def single_prefill_with_kv_cache(
     """
     del use_fp16_qk_reduction
     check_backend(backend)
-    refuse_given(kv_cache_sf=kv_cache_sf)
+    refuse_unsupported(kv_cache_sf=kv_cache_sf)
     results, is_causal = Results(return_lse), flag("causal", causal)
     device = devices.device_of(q=q, k=k, v=v)
     query = device.view(q, "q")
