@@ -36,12 +36,12 @@ def cache_views(
     """
     rank = k_blocks.ndim
     if rank not in (4, 5, 6) or v_blocks.ndim != rank:
-        raise ShapeError(f"k_blocks and v_blocks must have one rank of 4, 5 or 6, got {rank} and {v_blocks.ndim}")
+        raise ShapeError(f"k_blocks, v_blocks: expected one rank of 4, 5 or 6, got {rank} and {v_blocks.ndim}")
     if layout not in (("NHD",) if rank == 6 else ("NHD", "HND")):
-        raise ContractError(f"layout must be NHD, or HND below rank 6, got {layout!r} at rank {rank}")
+        raise ContractError(f"layout: expected NHD, or HND below rank 6, got {layout!r} at rank {rank}")
     layers = k_blocks.shape[2] if rank == 6 else 1
     if not 0 <= layer < layers:
-        raise ContractError(f"layer must be in [0, {layers}), got {layer}")
+        raise ContractError(f"layer: expected [0, {layers}), got {layer}")
     if rank == 6:
         return k_blocks[:, 0, layer], v_blocks[:, 1, layer]
     k, v = (k_blocks, v_blocks) if rank == 4 else (k_blocks[:, 0], v_blocks[:, 1])
@@ -135,8 +135,7 @@ def attention(
         rows and rows that see no token.
 
     Raises:
-        ShapeError: Hk does not divide Hq.
-        ShapeError, ContractError: as `cache_views`.
+        ShapeError, ContractError: Hk does not divide Hq; or as `cache_views`.
 
     Examples:
         >>> pages = np.ones((8, 2, 4, 2, 8))  # every value is 1, and so is each average
@@ -145,10 +144,9 @@ def attention(
         ((1, 4, 8), 1.0, 2.585)
     """
     keys, values = cache_views(k_blocks, v_blocks, layout, layer)
-    rows, q_heads, head_dim = q.shape
-    kv_heads = keys.shape[2]
+    (rows, q_heads, head_dim), kv_heads = q.shape, keys.shape[2]
     if q_heads % kv_heads:
-        raise ShapeError(f"q has {q_heads} heads, not a multiple of the cache's {kv_heads} KV heads")
+        raise ShapeError(f"q: expected a multiple of the cache's {kv_heads} KV heads, got {q_heads}")
     scale = (head_dim**-0.5 if sm_scale is None else sm_scale) * q_scale * k_scale
     bits = np.unpackbits(np.zeros(0, np.uint8) if mask is None else mask, bitorder="little").astype(bool)
 
@@ -158,12 +156,9 @@ def attention(
         b, length = int(row_batch[r]), int(row_lengths[r])
         offset = 0 if token_offsets is None else int(token_offsets[b])
         position = length - 1 + offset if row_positions is None else int(row_positions[r])
-        j = np.arange(length)
-        keep = (offset + j >= position - window_left) | (window_left < 0)
-        if mask_starts is not None and mask_starts[r] >= 0:
-            first = 0 if mask_firsts is None else int(mask_firsts[r])
-            keep[first:] &= bits[mask_starts[r] + np.arange(max(0, length - first))]
-        j = j[keep]  # no other token is looked at: its slot may hold NaN
+        start, first = (-1 if mask_starts is None else mask_starts[r]), (0 if mask_firsts is None else mask_firsts[r])
+        oldest = 0 if window_left < 0 else position - window_left - offset
+        j = _seen(length, oldest, bits, int(start), int(first))  # the slot of any other token may hold NaN
         if len(j) == 0:
             continue
         at = _address(lookup_table, np.array(b), j, keys.shape[1])
@@ -175,8 +170,7 @@ def attention(
         x = scale * np.einsum("hgd,jhd->hgj", query, k).reshape(q_heads, len(j))
         if alibi_slopes is not None:
             x += alibi_slopes[:, None] * (offset + j)
-        if logits_soft_cap > 0:
-            x = logits_soft_cap * np.tanh(x / logits_soft_cap)
+        x = logits_soft_cap * np.tanh(x / logits_soft_cap) if logits_soft_cap > 0 else x
         o[r], lse[r] = _softmax_v(x, v, sinks)
     return o * v_scale, lse
 
@@ -236,11 +230,11 @@ def append(
     -1 is skipped. Raises as `cache_views`.
     """
     k, v = cache_views(k_blocks, v_blocks, layout, layer)
-    kept = batch_indices >= 0
-    at = _address(lookup_table, batch_indices[kept], positions[kept], k.shape[1])
+    stored = batch_indices >= 0
+    at = _address(lookup_table, batch_indices[stored], positions[stored], k.shape[1])
     for pages, new in ((k, k_new), (v, v_new)):
         kv_format = None if new.dtype == pages.dtype else FORMATS.get(pages.dtype.name)
-        pages[at] = new[kept] if kv_format is None else quantised(new[kept], kv_format)
+        pages[at] = new[stored] if kv_format is None else quantised(new[stored], kv_format)
 
 
 def copy_pages(k_blocks: np.ndarray, v_blocks: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> None:
@@ -320,7 +314,7 @@ def rope(x: np.ndarray, positions: np.ndarray, theta: float = 1e4, scale: float 
     """
     head_dim = x.shape[-1]
     if head_dim % 2:
-        raise ShapeError(f"rope needs an even head_dim, got {head_dim}")
+        raise ShapeError(f"x: expected an even head_dim, got {head_dim}")
     frequency = theta ** (-2 * np.arange(head_dim // 2) / head_dim) / scale
     angle = np.asarray(positions)[:, None, None] * frequency  # [T, 1, D / 2]
     low, high = np.split(x.astype(np.float64), 2, axis=-1)
@@ -334,6 +328,17 @@ def _address(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The page and the slot of each position of its request, to index a `[page, slot, head, dim]` view with."""
     return lookup_table[batch, positions // page_size], positions % page_size
+
+
+def _seen(length: int, oldest: int, bits: np.ndarray, start: int, first: int) -> np.ndarray:
+    """The tokens below `length` that a row sees, ascending: from `oldest` on, and where `start` is not -1 those before
+    `first` and those whose bit is set, the bit of token j being `bits[start + j - first]`.
+    """
+    tokens = np.arange(length)
+    seen = tokens >= oldest
+    if start >= 0:
+        seen[first:] &= bits[start + np.arange(max(0, length - first))]
+    return tokens[seen]
 
 
 def _softmax_v(x: np.ndarray, v: np.ndarray, sinks: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:

@@ -298,9 +298,9 @@ SINGLE = [
 
 DENSE = [
     # 2 requests of 3 and 6 tokens, one row each, in 1 and 2 pages of 4.
-    Row("query", part(0), ShapeError, "query: shape [4, 8], expected [R, num_qo_heads, head_dim]"),
+    Row("query", part(0), ShapeError, "query: expected [R, num_qo_heads, head_dim], got shape [4, 8]"),
     Row("query", part(slice(1)), ShapeError, "seq_lens: shape [2], expected [B] = [1]"),
-    Row("query", part(..., slice(4)), ShapeError, "query: head_dim is 4, kv_cache's is 8"),
+    Row("query", part(..., slice(4)), ShapeError, "query: expected kv_cache's head_dim 8, got 4"),
     Row("query", part(slice(None), slice(3)), ShapeError, "num_qo_heads: 3 is no multiple of num_kv_heads, which is 2"),
     Row("query", dtype("float16"), ContractTypeError, "kv_cache: dtype: float32 must equal q's float16"),
     Row("query", dtype("int32"), ContractTypeError, "query: dtype: int32 is none of"),

@@ -5,6 +5,7 @@ Letters in shapes: B requests, n the most pages of a request. Arrays lie on the 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,11 @@ import numpy as np
 from paged_kv.arguments import LARGEST_INDEX
 from paged_kv.arrays import devices
 from paged_kv.arrays.host import as_indices, as_numpy
+from paged_kv.arrays.pages import Pages
 from paged_kv.calls.offsets import Indices
 from paged_kv.errors import ContractError, PageTableError, ShapeError
 
-_WHY_HOST = "the page table is checked on the host"
+WHY_HOST = "the page table is checked on the host"
 
 
 def dense_entries(table: Any, name: str) -> Indices:
@@ -34,37 +36,39 @@ def block_entries(block_tables: Any, batch: int, name: str = "block_tables") -> 
     Raises:
         ContractTypeError, ShapeError, PageTableError: as said.
     """
-    devices.require_host(block_tables, name, _WHY_HOST)
+    devices.require_host(block_tables, name, WHY_HOST)
     entries = dense_entries(block_tables, name)
     if len(entries) != batch:
         raise ShapeError(f"{name}: shape {list(entries.shape)}, expected a row for each of {batch} requests")
     return entries
 
 
-def one_table(block_tables: Any, lengths: Indices, page_size: int) -> tuple[Indices, int, int]:
-    """The smaller page ids of K and V out of `block_tables [B, 2, n]`, as `block_entries`, and what is to be added to
-    them for K and for V.
+def one_table(block_tables: Any, lengths: Indices, pages: Pages) -> tuple[Indices, Pages]:
+    """The smaller page ids of K and V out of `block_tables [B, 2, n]`, as `block_entries`, and the pages of K and of V
+    under these ids.
 
     Raises:
         ContractTypeError, ShapeError, PageTableError: as `block_entries`.
         ContractError: the difference is not the same for all pages that the `lengths` `[B]` use.
     """
-    devices.require_host(block_tables, "block_tables", _WHY_HOST)
+    devices.require_host(block_tables, "block_tables", WHY_HOST)
     both = as_numpy(block_tables, "block_tables")
     if both.ndim != 3 or both.shape[1] != 2:
         raise ShapeError(f"block_tables: shape {list(both.shape)}, expected [B, 2, n]: the pages of K and of V")
     of_k, of_v = (block_entries(both[:, i], len(lengths)) for i in (0, 1))
-    used = np.arange(of_k.shape[1]) < -(-lengths[:, None] // np.int32(page_size))
+    used = np.arange(of_k.shape[1]) < -(-lengths[:, None] // np.int32(pages.page_size))
     shifts = (of_v.astype(np.int64) - of_k)[used]
     if not len(shifts):
-        return of_k, 0, 0
+        return of_k, pages
     if (shifts != shifts[0]).any():
         b = int(np.nonzero(used)[0][(shifts != shifts[0]).argmax()])
         raise ContractError(
             f"block_tables: request {b} has pages of V that are not {shifts[0]} after those of K, as the first ones"
         )
-    shift = int(shifts[0])
-    return (of_k, 0, shift) if shift >= 0 else (of_v, -shift, 0)
+    shift, most = int(shifts[0]), pages.num_pages
+    if shift >= 0:
+        return of_k, replace(pages, k=pages.k[: most - shift], v=pages.v[shift:])
+    return of_v, replace(pages, k=pages.k[-shift:], v=pages.v[: most + shift])
 
 
 def checked_lengths(
@@ -77,7 +81,7 @@ def checked_lengths(
         PageTableError: a length is negative.
         ContractError: a length is over `max_seq_len`.
     """
-    devices.require_host(seq_lens, name, _WHY_HOST)
+    devices.require_host(seq_lens, name, WHY_HOST)
     lengths = as_indices(seq_lens, name)
     if batch is not None and len(lengths) != batch:
         raise ShapeError(f"{name}: shape {list(lengths.shape)}, expected [B] = [{batch}]")

@@ -25,6 +25,7 @@ from paged_kv.calls.attend import Attention, Scales
 from paged_kv.calls.merge_states import State, merge
 from paged_kv.calls.offsets import MAX_ROWS, Indices, check_offsets, offsets_of
 from paged_kv.calls.plan import AttentionPlan, check_array
+from paged_kv.calls.ragged import WHY_HOST
 from paged_kv.calls.rows import Rows
 from paged_kv.calls.table import Table
 from paged_kv.errors import ContractError, ContractTypeError, PageTableError, ShapeError
@@ -56,9 +57,8 @@ class Level:
                 GPU.
             ContractError: there are over 2^25 rows.
         """
-        for name, array in zip(names, arrays, strict=True):
-            devices.require_host(array, name, "plan reads it on the host")
         rows, indptr, indices, last_page_len = arrays
+        devices.require_host(rows, names[0], WHY_HOST)
         table = Table.csr(indptr, indices, last_page_len, page_size, names[1:])
         level = Level(as_indices(rows, names[0]), table, names[0])
         check_offsets(level.qo_indptr, names[0], table.batch_size)
@@ -72,8 +72,6 @@ class Level:
 
         Raises: as `of`.
         """
-        for name, array in zip(names, arrays, strict=True):
-            devices.require_host(array, name, "plan reads it on the host")
         indptr, indices, last_page_len = arrays
         table = Table.csr(indptr, indices, last_page_len, page_size, names)
         return Level(np.arange(table.batch_size + 1, dtype=np.int32), table, names[0])

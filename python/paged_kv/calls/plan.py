@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -225,13 +225,24 @@ def check_array(
         raise ShapeError(f"{name}: shape {list(view.shape)}, planned [{', '.join(letters)}] = {list(shape)}")
 
 
-def dtypes_of(
-    q_data_type: DTypeLike | None, kv_data_type: DTypeLike | None, data_type: DTypeLike | None
-) -> tuple[np.dtype[Any], np.dtype[Any]]:
-    """The dtypes of q and of the cache, with FlashInfer's meaning of None and of its older `data_type`.
+class PlanDTypes(TypedDict):
+    """The dtypes of a plan, as arguments of `AttentionPlan`."""
+
+    q_dtype: np.dtype[Any]
+    kv_dtype: np.dtype[Any]
+    o_dtype: np.dtype[Any] | None
+
+
+def plan_dtypes(
+    q_data_type: DTypeLike | None,
+    kv_data_type: DTypeLike | None = None,
+    o_data_type: DTypeLike | None = None,
+    data_type: DTypeLike | None = None,
+) -> PlanDTypes:
+    """The dtypes of q, of the cache and of o, with FlashInfer's meaning of None and of its older `data_type`.
 
     Raises:
-        ContractTypeError: one of the three is no dtype.
+        ContractTypeError: one of the four is no dtype.
     """
     if data_type is None:
         q_dtype = kv_dtype = dtype_of(q_data_type, "q_data_type")
@@ -240,7 +251,10 @@ def dtypes_of(
         # It set both dtypes once. Now q_data_type has a default, so that float8 is meant for the cache alone.
         if q_data_type is not None and kv_dtype.name in FLOAT8_DTYPES:
             q_dtype = dtype_of(q_data_type, "q_data_type")
-    return q_dtype, kv_dtype if kv_data_type is None else cache_dtype_of(kv_data_type, "kv_data_type")
+    if kv_data_type is not None:
+        kv_dtype = cache_dtype_of(kv_data_type, "kv_data_type")
+    o_dtype = None if o_data_type is None else dtype_of(o_data_type, "o_data_type")
+    return {"q_dtype": q_dtype, "kv_dtype": kv_dtype, "o_dtype": o_dtype}
 
 
 def attention_options(

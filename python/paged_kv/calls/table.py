@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_kv.arguments import LARGEST_INDEX, integer
+from paged_kv.arrays import devices
 from paged_kv.arrays.host import HOST, as_indices
 from paged_kv.arrays.types import ArrayDevice, namespace
-from paged_kv.calls.block_tables import block_entries, checked_lengths, dense_entries
+from paged_kv.calls.block_tables import WHY_HOST, block_entries, checked_lengths, dense_entries
 from paged_kv.calls.offsets import Indices, check_count, check_offsets, checked_last_tokens, last_tokens, offsets_of
 from paged_kv.errors import PageTableError, ShapeError
 from paged_kv.options import NO_PAGE
@@ -85,9 +86,7 @@ class Table:
             PageTableError: `indptr` does not start at 0, decreases or ends past `indices`; `last_page_len` is not in
                 `[1, page_size]` for a request with pages, `[0, page_size]` for one without; a length exceeds int32.
         """
-        offsets, entries, last = (
-            device.indices(array, name) for array, name in zip((indptr, indices, last_page_len), names, strict=True)
-        )
+        offsets, entries, last = _indices(device, (indptr, indices, last_page_len), names)
         size = integer("page_size", page_size, 1, LARGEST_INDEX)
         if not device.readable:
             return DeviceTable.of_offsets(offsets, entries, last, size, names)
@@ -136,9 +135,7 @@ class Table:
             ContractTypeError, ShapeError, PageTableError: as `csr`; or a length is negative or needs more pages than
                 the request has.
         """
-        offsets, entries, tokens = (
-            as_indices(array, name) for array, name in zip((indptr, indices, lengths), names, strict=True)
-        )
+        offsets, entries, tokens = _indices(HOST, (indptr, indices, lengths), names)
         size = integer("page_size", page_size, 1, LARGEST_INDEX)
         check_offsets(offsets, names[0], len(tokens))
         total = int(offsets[-1])
@@ -180,7 +177,7 @@ class Table:
         Raises:
             ContractTypeError, ShapeError, PageTableError: as `as_indices` and `check_offsets`.
         """
-        offsets = as_indices(indptr, names[0])
+        (offsets,) = _indices(HOST, (indptr,), names)
         check_offsets(offsets, names[0])
         lengths = np.diff(offsets)
         used = lengths[lengths > 0]
@@ -485,6 +482,18 @@ class DeviceTable(Table):
         """
         check_count(offsets, self.num_pages, names)
         return last_tokens(offsets, self.lengths, num_rows)
+
+
+def _indices(device: ArrayDevice, arrays: Sequence[Any], names: Names) -> list[Any]:
+    """The index arrays of a table as views on its device.
+
+    Raises:
+        ContractTypeError, ShapeError, PageTableError: as `ArrayDevice.indices`; or one is on a GPU, its table is not.
+    """
+    if device is HOST:
+        for array, name in zip(arrays, names, strict=True):
+            devices.require_host(array, name, WHY_HOST)
+    return [device.indices(array, name) for array, name in zip(arrays, names, strict=True)]
 
 
 def _of_other_tokens(arrays: Sequence[Any], names: Names) -> Table:

@@ -9,11 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from paged_kv.arrays import devices
 from paged_kv.arrays.types import ArrayT, CacheArrays, DTypeLike, SupportsDLPack
 from paged_kv.calls.attend import Attention
-from paged_kv.calls.plan import AttentionPlan, attention_options, dtypes_of
-from paged_kv.calls.ragged import WHY_HOST
+from paged_kv.calls.plan import AttentionPlan, attention_options, plan_dtypes
 from paged_kv.calls.results import Results
 from paged_kv.calls.table import Table
 from paged_kv.errors import ContractError
@@ -81,7 +79,6 @@ class BatchAttention(PrefillWrapper):
         Nothing changes, the former plan included, if an error is raised.
         """
         refuse_unsupported(use_profiler=use_profiler)
-        q_dtype, kv_dtype = dtypes_of(q_data_type, kv_data_type, None)
         plan = AttentionPlan(
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
@@ -89,14 +86,10 @@ class BatchAttention(PrefillWrapper):
             head_dim_name="head_dim_qk",
             head_dim_vo=head_dim_vo,
             page_size=page_size,
-            q_dtype=q_dtype,
-            kv_dtype=kv_dtype,
+            **plan_dtypes(q_data_type, kv_data_type),
             pos_encoding_mode="NONE",
             options=attention_options(-1, logits_soft_cap, sm_scale, None, None),
         )
-        arrays = (("kv_indptr", kv_indptr), ("kv_indices", kv_indices), ("kv_len_arr", kv_len_arr))
-        for name, array in arrays:
-            devices.require_host(array, name, WHY_HOST)
         table = Table.of_lengths(kv_indptr, kv_indices, kv_len_arr, page_size)
         self._replace_plan(plan, qo_indptr, table, (None, None), causal, None)
 

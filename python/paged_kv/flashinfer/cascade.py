@@ -29,7 +29,7 @@ from paged_kv.arrays.types import ArrayT, CacheArrays, DTypeLike, SupportsDLPack
 from paged_kv.calls.buffers import Buffer, FixedBuffers
 from paged_kv.calls.levels import NAMES, Level, LevelAttention, LevelRows, Levels, level_arrays
 from paged_kv.calls.merge_states import checked_mask, checked_state, merge, merge_two
-from paged_kv.calls.plan import AttentionPlan, attention_options, dtypes_of
+from paged_kv.calls.plan import AttentionPlan, attention_options, plan_dtypes
 from paged_kv.calls.planned import LastPlan
 from paged_kv.calls.results import Results
 from paged_kv.calls.rows import Rows
@@ -176,17 +176,14 @@ class MultiLevelCascadeAttentionWrapper(PlannedWrapper[LevelAttention, Levels, L
         Nothing changes, the former plan included, if an error is raised.
         """
         flag("use_fp16_qk_reduction", use_fp16_qk_reduction)
-        q_dtype, kv_dtype = dtypes_of(q_data_type, kv_data_type, None)
         plan = AttentionPlan(
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             page_size=page_size,
-            q_dtype=q_dtype,
-            kv_dtype=kv_dtype,
             pos_encoding_mode=pos_encoding_mode,
             options=attention_options(window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta),
-            o_dtype=None if o_data_type is None else dtype_of(o_data_type, "o_data_type"),
+            **plan_dtypes(q_data_type, kv_data_type, o_data_type),
         )
         lists = (qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len)
         levels = [Level.of(arrays, page_size, names) for arrays, names in level_arrays(self._num_levels, lists, NAMES)]
@@ -339,17 +336,15 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
             PageTableError: the page table is inconsistent.
             ContractTypeError, ShapeError, ContractError: as `AttentionPlan` (`calls/plan.py`).
         """
-        q_dtype, kv_dtype = dtypes_of("float16", None, dtype_of(data_type, "data_type"))
         plan = AttentionPlan(
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             page_size=page_size,
-            q_dtype=q_dtype,
-            kv_dtype=kv_dtype,
             pos_encoding_mode="NONE",
             options=attention_options(-1, None, None, None, None),
             dtype_names=("data_type", "data_type"),
+            **plan_dtypes("float16", data_type=dtype_of(data_type, "data_type")),
         )
         arrays = (unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len)
         level = Level.of_single_rows(arrays, page_size, _UNIQUE_NAMES)

@@ -25,13 +25,13 @@ from paged_kv.arguments import LARGEST_INDEX, flag, integer
 from paged_kv.arrays import devices
 from paged_kv.arrays.dtypes import dtype_of
 from paged_kv.arrays.host import as_indices
-from paged_kv.arrays.pages import Pages, check_layout, token_views
+from paged_kv.arrays.pages import Pages, token_views
 from paged_kv.arrays.types import ArrayDevice, ArrayT, CacheArrays, DTypeLike, SupportsDLPack
 from paged_kv.calls.attend import Attention
 from paged_kv.calls.block_tables import checked_lengths, one_table
 from paged_kv.calls.buffers import Buffer, FixedBuffers
 from paged_kv.calls.draft_rows import draft_counts, draft_rows
-from paged_kv.calls.plan import AttentionPlan, attention_options, dtypes_of
+from paged_kv.calls.plan import AttentionPlan, attention_options, plan_dtypes
 from paged_kv.calls.planned import LastPlan
 from paged_kv.calls.results import Results
 from paged_kv.calls.rows import DecodeBatch, Rows
@@ -40,6 +40,7 @@ from paged_kv.calls.table import Table
 from paged_kv.errors import ShapeError
 from paged_kv.flashinfer.kernel_arguments import check_backend, check_skipped_softmax, refuse_unsupported
 from paged_kv.flashinfer.wrapper import PlannedWrapper
+from paged_kv.options import AttentionOptions
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
@@ -203,21 +204,16 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper[Attention, DecodeBatch, 
         """
         del non_blocking, fixed_split_size, disable_split_kv
         refuse_unsupported(window_right=window_right)
-        q_dtype, kv_dtype = dtypes_of(q_data_type, kv_data_type, data_type)
         plan = AttentionPlan(
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             page_size=page_size,
-            q_dtype=q_dtype,
-            kv_dtype=kv_dtype,
             pos_encoding_mode=pos_encoding_mode,
             options=attention_options(window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta),
-            o_dtype=None if o_data_type is None else dtype_of(o_data_type, "o_data_type"),
             q_len_per_req=q_len_per_req,
+            **plan_dtypes(q_data_type, kv_data_type, o_data_type, data_type),
         )
-        for name, array in (("indptr", indptr), ("indices", indices), ("last_page_len", last_page_len)):
-            devices.require_host(array, name, "plan takes the page table on the host")
         table = Table.csr(indptr, indices, last_page_len, page_size)
         table.check_same(block_tables, seq_lens)
         self._last_plan.replace(Attention(plan), DecodeBatch(table, plan.q_len_per_req))
@@ -607,51 +603,43 @@ def trtllm_batch_decode_with_kv_cache(
     request_order: Any = None,
     request_order_plan: Any = None,
 ) -> Any:
-    """Attention of each request's last tokens over a paged cache with a dense page table, as FlashInfer's function.
-
-    Nothing is planned: the page table is checked in each call.
+    """Attention of each request's last tokens over a paged cache with a dense page table, which each call checks.
 
     Args:
         query: `[R, Hq, D]`, request after request: float32, float16 or bfloat16, or either float8, which is widened.
         kv_cache: `[pages, 2, Hk, page_size, D]` (HND) or `[pages, 2, page_size, Hk, D]` (NHD), or a tuple (k, v) of
             such arrays without the 2; with 1 in place of the 2, K and V are the same. Of the dtype of `query`, or
             float8; of any dtype under float8 queries.
-        workspace_buffer, multi_ctas_kv_counter_buffer: Accepted, not kept. May be None.
         block_tables: `[B, n]` page ids on the host; what follows a request's last page may be anything, -1 included.
-        seq_lens: `[B]` tokens of each request, the new ones included, on the host.
-        max_seq_len: At least the longest of them.
+        seq_lens: `[B]` tokens of each request, the new ones included, on the host; `max_seq_len` at most.
         bmm1_scale: Multiplies q . k: sm_scale and the calibration scales of q and k. A number, or a float array of one
-            element on the host, as the scales below.
-        bmm2_scale: Multiplies o: the calibration scale of v, over that of o.
+            element on the host; so are `bmm2_scale`, which multiplies o (v's calibration scale over o's), and
+            `bmm1_scale_log2`, which is `bmm1_scale * log2(e)` in its place.
         window_left: Keeps the last `window_left + 1` tokens; -1 keeps all.
         out: `[R, Hq, D]`: written, and returned as o.
         out_dtype: The dtype of o; None: the dtype of `out`, else of `query`. It is rounded once, from float32.
-        o_sf_scale, o_sf_vec_size, kv_cache_sf: None: there is no NVFP4.
         sinks: `[Hq]` natural-log logits that join the denominator, and the lse; or a list of one such array.
         kv_layout: "HND" or "NHD".
-        enable_pdl, backend, bf16q_fp8kv_transform_mode, request_order, request_order_plan: Accepted, without effect.
         q_len_per_req: Query rows of each request: row i of n sees `seq_lens[b] - n + i + 1` tokens. Without effect
             where `cum_seq_lens_q` is given.
-        o_scale: Accepted, without effect: `bmm2_scale` has it already.
         mask: `[B, q_len_per_req, 2 * ceil(q_len_per_req / 32)]` uint16, or `[R, ...]` with `cum_seq_lens_q`: bit j of a
             row, the lowest of its first entry first, says whether it sees the request's new token j; older tokens are
             seen. None: row i sees j <= i.
         max_q_len: At least the most rows of a request.
         cum_seq_lens_q: `[B + 1]`, from 0: request b has rows `cum_seq_lens_q[b]` to `cum_seq_lens_q[b + 1]` of `query`.
-        skip_softmax_threshold_scale_factor: None, or from 0 to 2^-25, without effect: no token is left out.
         uses_shared_paged_kv_idx: False: `block_tables` is `[B, 2, n]`, the pages of K and those of V, whose ids differ
             by one number for all.
-        lse: `[R, Hq]` float32: written, and returned as lse. It may be given without `return_lse`.
-        return_lse: Whether to return the lse as well.
-        bmm1_scale_log2: `bmm1_scale * log2(e)`, in its place, as an array of one element.
-        enable_block_sparse_attention, cp_world, cp_rank, causal_seqlens_kv_global: False, 1, 0 and None.
+        lse: `[R, Hq]` float32: written, and returned as lse where `return_lse` is true.
+        skip_softmax_threshold_scale_factor: None, or from 0 to 2^-25, without effect: no token is left out.
+
+    The other arguments choose, feed or tune NVIDIA's kernels: `kernel_arguments` says what each may be. `o_scale` is
+    without effect, as `bmm2_scale` has it already.
 
     Returns:
         o `[R, Hq, D]`, or o and the base-2 lse `[R, Hq]` float32. A request without tokens has o = 0 and lse = -inf.
 
     Raises:
-        ContractTypeError: an argument has a type or dtype that is not supported.
-        ShapeError: a rank, shape, head count or head_dim does not fit.
+        ContractTypeError, ShapeError: an argument has a type, dtype or shape that is not supported, or does not fit.
         PageTableError: a page id is not one of the cache's; a length is negative, or over the request's entries; a
             request has fewer tokens than rows.
         ContractError: another value is out of range, or would need another kernel; `out` or `lse` cannot be written, or
@@ -660,50 +648,53 @@ def trtllm_batch_decode_with_kv_cache(
     del workspace_buffer, multi_ctas_kv_counter_buffer, enable_pdl, o_scale, bf16q_fp8kv_transform_mode
     del request_order, request_order_plan
     check_backend(backend)
-    check_layout(kv_layout)
     check_skipped_softmax(skip_softmax_threshold_scale_factor)
-    refuse_unsupported(
-        o_sf_scale=o_sf_scale,
-        o_sf_vec_size=o_sf_vec_size,
-        kv_cache_sf=kv_cache_sf,
-        enable_block_sparse_attention=enable_block_sparse_attention,
-        cp_world=cp_world,
-        cp_rank=cp_rank,
-        causal_seqlens_kv_global=causal_seqlens_kv_global,
-    )
-
+    refuse_unsupported(o_sf_scale=o_sf_scale, o_sf_vec_size=o_sf_vec_size, kv_cache_sf=kv_cache_sf)
+    refuse_unsupported(cp_world=cp_world, cp_rank=cp_rank, causal_seqlens_kv_global=causal_seqlens_kv_global)
+    refuse_unsupported(enable_block_sparse_attention=enable_block_sparse_attention)
     sinks = sinks[0] if isinstance(sinks, list | tuple) and len(sinks) == 1 else sinks
     device = devices.device_of(query=query, kv_cache=kv_cache, out=out, lse=lse, sinks=sinks)
-    q = device.view(query, "query")
-    if q.ndim != 3:
-        raise ShapeError(f"query: shape {list(q.shape)}, expected [R, num_qo_heads, head_dim]")
-    pages = _pages(device, kv_cache, kv_layout)
-    kv_heads, head_dim = pages.k.shape[2:]
-    if head_dim != q.shape[2]:
-        raise ShapeError(f"query: head_dim is {q.shape[2]}, kv_cache's is {head_dim}")
+    q, pages = device.view(query, "query"), _pages(device, kv_cache, kv_layout)
+    _check_query(q, pages)
     counts, batch = draft_counts(len(q), q_len_per_req, max_q_len, cum_seq_lens_q)
     lengths = checked_lengths(seq_lens, batch, integer("max_seq_len", max_seq_len, 0, LARGEST_INDEX))
     if not flag("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx):
-        block_tables, k_shift, v_shift = one_table(block_tables, lengths, pages.page_size)
-        k, v, most = pages.k, pages.v, pages.num_pages
-        pages = replace(pages, k=k[k_shift : most - v_shift], v=v[v_shift : most - k_shift])
+        block_tables, pages = one_table(block_tables, lengths, pages)
     rows = draft_rows(Table.padded(block_tables, lengths, pages.page_size), counts, mask)
+    options = attention_options(window_left, None, _scale(bmm1_scale, bmm1_scale_log2), None, None)
+    plan = _plan_of(q, pages, options, out, out_dtype)
+    scales = (None, None, checked_number(bmm2_scale, "bmm2_scale"))
+    return Attention(plan).over(rows, query, pages, scales, Results(return_lse, out, lse), sinks=sinks, name="query")
 
-    o_dtype = device.dtype(q) if out is None else device.dtype(device.view(out, "out"))
-    plan = AttentionPlan(
+
+def _check_query(q: Any, pages: Pages) -> None:
+    """Refuses queries that are not `[R, Hq, D]` of the cache's D.
+
+    Raises:
+        ShapeError: as said.
+    """
+    if q.ndim != 3:
+        raise ShapeError(f"query: expected [R, num_qo_heads, head_dim], got shape {list(q.shape)}")
+    if q.shape[2] != pages.k.shape[3]:
+        raise ShapeError(f"query: expected kv_cache's head_dim {pages.k.shape[3]}, got {q.shape[2]}")
+
+
+def _plan_of(q: Any, pages: Pages, options: AttentionOptions, out: Any, out_dtype: DTypeLike | None) -> AttentionPlan:
+    """The plan of one call over pages, with the dtype of `out` where it and not `out_dtype` says that of o."""
+    device = pages.device
+    o_dtype = device.dtype(q if out is None else device.view(out, "out"))
+    return AttentionPlan(
         num_qo_heads=q.shape[1],
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
+        num_kv_heads=pages.k.shape[2],
+        head_dim=q.shape[2],
         page_size=pages.page_size,
         q_dtype=device.dtype(q),
         kv_dtype=pages.dtype,
         pos_encoding_mode="NONE",
-        options=attention_options(window_left, None, _scale(bmm1_scale, bmm1_scale_log2), None, None),
+        options=options,
         o_dtype=o_dtype if out_dtype is None else dtype_of(out_dtype, "out_dtype"),
         dtype_names=("query: dtype", "kv_cache: dtype"),
     )
-    scales = (None, None, checked_number(bmm2_scale, "bmm2_scale"))
-    return Attention(plan).over(rows, query, pages, scales, Results(return_lse, out, lse), sinks=sinks, name="query")
 
 
 def _pages(device: ArrayDevice, kv_cache: CacheArrays, kv_layout: str) -> Pages:

@@ -26,9 +26,9 @@ from paged_kv.calls.attend import Attention
 from paged_kv.calls.buffers import Buffer, FixedBuffers
 from paged_kv.calls.masks import packed_mask
 from paged_kv.calls.offsets import MAX_ROWS
-from paged_kv.calls.plan import AttentionPlan, attention_options, dtypes_of
+from paged_kv.calls.plan import AttentionPlan, attention_options, plan_dtypes
 from paged_kv.calls.planned import LastPlan
-from paged_kv.calls.ragged import WHY_HOST, RaggedBatch, check_equals, row_offsets
+from paged_kv.calls.ragged import RaggedBatch, check_equals, row_offsets
 from paged_kv.calls.results import Results
 from paged_kv.calls.rows import Rows
 from paged_kv.calls.scalars import one_number, one_scale
@@ -259,8 +259,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             paged_kv_indices: `[paged_kv_indptr[B]]` page ids.
             paged_kv_last_page_len: `[B]`: tokens in each request's last page, from 1 to page_size; of a request without
                 pages, 0 or anything else up to page_size.
-            num_qo_heads: Hq, a multiple of `num_kv_heads`.
-            num_kv_heads: Hk.
+            num_qo_heads, num_kv_heads: Hq and Hk; Hq is a multiple of Hk.
             head_dim_qk: D, a multiple of 8 up to 512.
             page_size: Tokens of a page.
             head_dim_vo: Dv, of V and o, a multiple of 8 up to 512; None is D, and so is it of int8 and int4 codes.
@@ -270,23 +269,19 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
                 byte on, as `segment_packbits(..., bitorder="little")` makes it. It counts instead of `custom_mask`.
             causal: Whether a row sees no token behind its own. With fewer tokens than rows, a request's first rows see
                 nothing.
-            pos_encoding_mode: "NONE", "ROPE_LLAMA" (q and the un-rotated keys are rotated on the fly) or "ALIBI".
-            sm_scale: Multiplies q . k; None is `1 / sqrt(D)`.
+            pos_encoding_mode, sm_scale, logits_soft_cap, rope_scale, rope_theta: As in decode's `plan`.
             window_left: Keeps the tokens from `window_left` before a row's own on; -1 keeps all.
-            logits_soft_cap: Makes a score x into `cap * tanh(x / cap)`; None and 0 are off.
-            rope_scale, rope_theta: As in decode's `plan`.
             q_data_type, kv_data_type, o_data_type: The dtypes of q, of the cache and of o, as in decode's `plan`; None
                 is q's.
             prefix_len_ptr, token_pos_in_items_ptr, max_item_len_ptr: Must be None, and `token_pos_in_items_len` 0:
                 multi-item scoring is not supported.
             seq_lens, seq_lens_q: `[B]` tokens and query rows of each request. They and `block_tables` `[B, n]` may be
                 left out: they repeat the other arrays.
-            use_fp16_qk_reduction, non_blocking, fixed_split_size, disable_split_kv: Accepted, without effect.
-            max_token_per_sequence, max_sequence_kv, uniform_q_len: Accepted, without effect.
+            use_fp16_qk_reduction, non_blocking, fixed_split_size, disable_split_kv, max_token_per_sequence,
+                max_sequence_kv, uniform_q_len: Accepted, without effect.
 
         Raises:
-            PageTableError: offsets or the page table are inconsistent. A page id that is not one of the cache's is
-                found by `run`.
+            PageTableError: offsets or the page table are inconsistent. `run` refuses a page id that the cache has not.
             ShapeError: a mask has not a bit for each row and token.
             ContractTypeError, ShapeError, ContractError: as `AttentionPlan` (`calls/plan.py`); an argument above is
                 given that must not be; or, where the requests live in the user's buffers, they do not fit.
@@ -296,13 +291,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         """
         del use_fp16_qk_reduction, non_blocking, max_token_per_sequence, max_sequence_kv
         del fixed_split_size, disable_split_kv, uniform_q_len
-        refuse_unsupported(
-            prefix_len_ptr=prefix_len_ptr,
-            token_pos_in_items_ptr=token_pos_in_items_ptr,
-            token_pos_in_items_len=token_pos_in_items_len,
-            max_item_len_ptr=max_item_len_ptr,
-        )
-        q_dtype, kv_dtype = dtypes_of(q_data_type, kv_data_type, None)
+        refuse_unsupported(prefix_len_ptr=prefix_len_ptr, token_pos_in_items_ptr=token_pos_in_items_ptr)
+        refuse_unsupported(token_pos_in_items_len=token_pos_in_items_len, max_item_len_ptr=max_item_len_ptr)
         plan = AttentionPlan(
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
@@ -310,16 +300,11 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             head_dim_name="head_dim_qk",
             head_dim_vo=head_dim_vo,
             page_size=page_size,
-            q_dtype=q_dtype,
-            kv_dtype=kv_dtype,
             pos_encoding_mode=pos_encoding_mode,
             options=attention_options(window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta),
-            o_dtype=None if o_data_type is None else dtype_of(o_data_type, "o_data_type"),
+            **plan_dtypes(q_data_type, kv_data_type, o_data_type),
         )
-        arrays = (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
-        for name, array in zip(_CSR_NAMES, arrays, strict=True):
-            devices.require_host(array, name, WHY_HOST)
-        table = Table.csr(*arrays, page_size, _CSR_NAMES)
+        table = Table.csr(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, _CSR_NAMES)
         table.check_same(block_tables, seq_lens)
         self._replace_plan(plan, qo_indptr, table, (custom_mask, packed_custom_mask), causal, seq_lens_q)
 
@@ -531,17 +516,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         """
         del use_fp16_qk_reduction, non_blocking, max_token_per_sequence, max_sequence_kv
         del fixed_split_size, disable_split_kv, uniform_q_len
-        refuse_unsupported(
-            prefix_len_ptr=prefix_len_ptr,
-            token_pos_in_items_ptr=token_pos_in_items_ptr,
-            token_pos_in_items_len=token_pos_in_items_len,
-            max_item_len_ptr=max_item_len_ptr,
-        )
-        q_dtype, kv_dtype = dtypes_of(q_data_type, kv_data_type, None)
-        if o_data_type is not None:
-            o_dtype = dtype_of(o_data_type, "o_data_type")
-        else:
-            o_dtype = DTYPES["bfloat16"] if is_float8(q_dtype) else q_dtype
+        refuse_unsupported(prefix_len_ptr=prefix_len_ptr, token_pos_in_items_ptr=token_pos_in_items_ptr)
+        refuse_unsupported(token_pos_in_items_len=token_pos_in_items_len, max_item_len_ptr=max_item_len_ptr)
+        dtypes = plan_dtypes(q_data_type, kv_data_type, o_data_type)
+        if o_data_type is None and is_float8(dtypes["q_dtype"]):
+            dtypes["o_dtype"] = DTYPES["bfloat16"]
         plan = AttentionPlan(
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
@@ -549,13 +528,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             head_dim_name="head_dim_qk",
             head_dim_vo=head_dim_vo,
             page_size=None,
-            q_dtype=q_dtype,
-            kv_dtype=kv_dtype,
             pos_encoding_mode=pos_encoding_mode,
             options=attention_options(window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta),
-            o_dtype=o_dtype,
+            **dtypes,
         )
-        devices.require_host(kv_indptr, "kv_indptr", WHY_HOST)
         table = Table.of_tokens(kv_indptr, ("kv_indptr",))
         check_equals("seq_lens", seq_lens, table.lengths, "kv_indptr")
         check_equals("v_indptr", v_indptr, table.arrays[0], "kv_indptr")
