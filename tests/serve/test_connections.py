@@ -12,9 +12,9 @@ import pytest
 from uvicorn import Config
 
 from paged_kv.serve import connections
+from paged_kv.serve.access_rules import Rules
 from paged_kv.serve.address import listening_sockets
 from paged_kv.serve.connections import HEAD_BYTES, GuardedServer
-from paged_kv.serve.middleware import Rules
 
 LIMIT = 8
 WAIT = 30

@@ -18,6 +18,7 @@ from uvicorn import Config
 from paged_kv.checkpoint.source import open_source
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.engine.engine import Engine
+from paged_kv.serve.access_rules import Rules
 from paged_kv.serve.address import listening_sockets
 from paged_kv.serve.application import application
 from paged_kv.serve.backend import Job, Piece
@@ -25,7 +26,6 @@ from paged_kv.serve.connections import GuardedServer
 from paged_kv.serve.ignored import HEADER
 from paged_kv.serve.local_backend import LocalBackend
 from paged_kv.serve.metrics import Metrics
-from paged_kv.serve.middleware import Rules
 from paged_kv.serve.served_model import ServedModel
 from support.fake_model import FakeModel
 from support.tool_chats import THINKING

@@ -8,8 +8,9 @@ import pytest
 
 from paged_kv.errors import ContractError
 from paged_kv.serve import middleware
+from paged_kv.serve.access_rules import LOOPBACK, Rules
 from paged_kv.serve.address import is_loopback, listening_sockets
-from paged_kv.serve.middleware import LOOPBACK, MAX_DEPTH, METRICS, Middleware, Rules, depth
+from paged_kv.serve.middleware import MAX_DEPTH, Middleware, depth
 from paged_kv.serve.origins import Origins
 from paged_kv.serve.settings import API_KEY, Settings
 
@@ -85,7 +86,7 @@ OPERATORS = (
     *("/metrics", "/metrics/", "//metrics", "/v1/../metrics", "/reset_prefix_cache", "/docs", "/openapi.json"),
     *("/start_profile", "/stop_profile", "/V1/models", "/v1", "/v1/load_lora_adapter", ""),
 )
-OPEN_RULES, OPERATORS_RULES = replace(RULES, key=None), replace(RULES, operator_routes=METRICS)
+OPEN_RULES, OPERATORS_RULES = replace(RULES, key=None), replace(RULES, access=RULES.access | {"metrics"})
 REQUESTS = [
     *((scope_of(), 200), (scope_of(host="127.0.0.1"), 200), (scope_of(host="[::1]:8000"), 200)),
     *((scope_of(host="LocalHost.:8000"), 200), (scope_of(host="served.example"), 200)),

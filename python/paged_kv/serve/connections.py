@@ -14,7 +14,9 @@ import h11
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from paged_kv.serve.middleware import LINGER_SECONDS, Middleware, Rules, error_body
+from paged_kv.serve.access_rules import Rules
+from paged_kv.serve.error_forms import OPENAI
+from paged_kv.serve.middleware import LINGER_SECONDS, Middleware
 
 HEAD_SECONDS = 10.0
 """In which a request's line and headers must have come."""
@@ -152,7 +154,7 @@ class GuardedConnection(H11Protocol):
         if begun or self.transport.is_closing():
             self.transport.close()
             return
-        body = error_body(status, message)
+        body = OPENAI.body(status, message)
         head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
         self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
         self.transport.write_eof()

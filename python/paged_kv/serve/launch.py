@@ -21,13 +21,13 @@ from paged_kv.errors import ContractError
 from paged_kv.files import read_regular
 from paged_kv.output import say
 from paged_kv.runtime.threads import allowed_cpus, pool_threads
+from paged_kv.serve.access_rules import Rules
 from paged_kv.serve.address import listening_sockets, url_of
 from paged_kv.serve.application import application
 from paged_kv.serve.connections import GuardedServer
 from paged_kv.serve.loading import EngineSetup, set_up
 from paged_kv.serve.local_backend import LocalBackend
 from paged_kv.serve.metrics import Metrics
-from paged_kv.serve.middleware import Rules
 from paged_kv.serve.profiling import Profiling
 from paged_kv.serve.served_model import ServedModel
 from paged_kv.serve.settings import API_KEY, Settings

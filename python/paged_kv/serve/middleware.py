@@ -5,7 +5,7 @@
     Host        not this server's name: 403 (a name that an attacker's DNS leads here)
     Origin      of a page that is not this server's, and that --allowed-origin does not name: 403
        |        a browser that asks whether such a page may send a request: answered here    origins.py
-    key         none, or a wrong one: 401 (not for OPEN)
+    key         none, or a wrong one: 401 (not for open routes)
     route       an operator's, or none: 404
     type        a body that is not application/json: 415
     body        too large: 413; too slow: 408; nested too deeply: 400
@@ -20,40 +20,22 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import logging
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from ipaddress import ip_address
-from typing import Any
 
 import numpy as np
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paged_kv.serve.origins import Origins
+from paged_kv.serve.access_rules import Rules, host_name
+from paged_kv.serve.error_forms import ErrorForm
+from paged_kv.serve.routes import error_form, route_at
 
 logger = logging.getLogger("paged_kv.serve")
-
-Message = MutableMapping[str, Any]
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-Application = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
-OPEN = frozenset({"/", "/health", "/v1/health", "/ping"})
-"""Answered without a key: the page, which asks for it, and that the server is there."""
-CLIENTS = OPEN | {
-    *("/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
-    *("/v1/messages/count_tokens", "/v1/responses/input_tokens", "/tokenize", "/detokenize", "/pool"),
-}
-CLIENTS_BELOW = ("/v1/models/",)
-METRICS = frozenset({"/metrics"})
-PROFILE = frozenset({"/start_profile", "/stop_profile"})
-OPERATORS = METRICS | PROFILE
-"""Routes that are served where `Rules.operator_routes` has them; one that is in none of these lists is not served."""
 
 MAX_DEPTH = 64
 """The deepest nesting of arrays and objects; JSON schemas of tools have some 20, and Python's parser gives up at
@@ -67,12 +49,6 @@ _DROPS = 8
 """Refused bodies that are dropped at a time."""
 
 _NUMBER = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
-_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
-ANTHROPIC = "/v1/messages"
-"""The beginning of the paths of Anthropic's routes."""
-ANTHROPIC_VERSION = "anthropic-version"
-"""A header that Anthropic's clients send."""
 _BRACKETS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
 
@@ -83,56 +59,6 @@ class Refused(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
-
-
-@dataclass(frozen=True)
-class Rules:
-    """Access rules: who may ask, and how much."""
-
-    key: str | None = None
-    """None: no key is asked for."""
-    hosts: frozenset[str] = LOOPBACK
-    """Names in lower case, without a port: of this server in Host, and of pages in Origin."""
-    operator_routes: frozenset[str] = frozenset()
-    max_body_bytes: int = 1 << 18
-    max_connections: int = 256
-    origins: Origins = field(default_factory=Origins)
-    """Pages of other servers that may send requests and read their answers."""
-
-
-def worded_as(path: str, headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """The route in whose words a client expects errors: both APIs have /v1/models, and a header says whose is asked."""
-    is_shared = path == "/v1/models" or path.startswith("/v1/models/")
-    return ANTHROPIC if is_shared and _values(headers, ANTHROPIC_VERSION.encode()) else path
-
-
-def error_of(
-    status: int, message: str, param: str | None = None, path: str = "", code: str | None = None
-) -> dict[str, Any]:
-    """OpenAI's shape of an error, or Anthropic's on its routes.
-
-    Args:
-        status: HTTP's.
-        message: For people.
-        param: The field that is wrong.
-        path: The route.
-        code: A word for programs; by default that of the status, where it has one.
-    """
-    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    if path.startswith(ANTHROPIC):
-        return {"type": "error", "error": {"type": kind, "message": message}}
-    return {"error": {"message": message, "type": kind, "param": param, "code": code or _CODES.get(status)}}
-
-
-def error_body(status: int, message: str, path: str = "") -> bytes:
-    """The same as JSON."""
-    return json.dumps(error_of(status, message, path=path)).encode()
-
-
-def error_event(said: dict[str, Any], path: str) -> bytes:
-    """An error as an event of a stream."""
-    name = b"event: error\n" if path.startswith((ANTHROPIC, "/v1/responses")) else b""
-    return name + b"data: " + json.dumps(said).encode() + b"\n\n"
 
 
 def depth(body: bytes) -> int:
@@ -148,13 +74,13 @@ def depth(body: bytes) -> int:
 class Middleware:
     """An ASGI application around another one."""
 
-    def __init__(self, application: Application, rules: Rules) -> None:
+    def __init__(self, application: ASGIApp, rules: Rules) -> None:
         self._application = application
         self._rules = rules
         self._key = None if rules.key is None else sha256(rules.key.encode()).digest()
         self._drops = asyncio.Semaphore(_DROPS)
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":  # where the server tells when it begins and ends, as Ray's does
             await self._application(scope, receive, send)
         if scope["type"] != "http":  # the application knows no WebSockets
@@ -163,7 +89,7 @@ class Middleware:
         origins = _values(headers, b"origin")
         number = request_number(_values(headers, b"x-request-id"))
         also = rules.origins.headers(origins[0] if len(origins) == 1 else None)
-        answer = _Answer(send, worded_as(scope["path"], headers), number, also)
+        answer = _Answer(send, error_form(scope["path"], Headers(raw=headers)), number, also)
         body = _Body(scope, receive)
         try:
             self._check_page(scope, origins)
@@ -184,7 +110,7 @@ class Middleware:
             logger.exception("%s %s (request %s)", scope["method"], scope["path"], number)
             await answer.fail(500, "Internal server error.")
 
-    def _check_page(self, scope: Message, origins: Sequence[str]) -> None:
+    def _check_page(self, scope: Scope, origins: Sequence[str]) -> None:
         """The server that is asked, and the pages that ask it. Raises Refused."""
         rules = self._rules
         named = _values(scope["headers"], b"host")
@@ -196,15 +122,13 @@ class Middleware:
             if host_name(origin.partition("://")[2]) not in rules.hosts and not rules.origins.allows(origin):
                 raise Refused(403, "Requests of this Origin are not served: see --allowed-origin.")
 
-    def _check(self, scope: Message) -> None:
+    def _check(self, scope: Scope) -> None:
         """All else that needs no body. Raises Refused."""
         headers: list[tuple[bytes, bytes]] = scope["headers"]
-        rules = self._rules
-        path: str = scope["path"]
-        if path not in OPEN and not self._has_key(headers):
+        route = route_at(scope["path"])
+        if (route is None or route.access != "open") and not self._has_key(headers):
             raise Refused(401, "A key is needed: Authorization: Bearer KEY.")
-        known = path in CLIENTS or path.startswith(CLIENTS_BELOW) or path in rules.operator_routes
-        if not known:
+        if route is None or route.access not in self._rules.access:
             raise Refused(404, "There is no such route here.")
         if scope["method"] in ("POST", "PUT", "PATCH"):
             kinds = [value.partition(";")[0].strip().lower() for value in _values(headers, b"content-type")]
@@ -215,8 +139,8 @@ class Middleware:
         if self._key is None:
             return True
         asked = _values(headers, b"authorization") or [f"Bearer {each}" for each in _values(headers, b"x-api-key")]
-        scheme, _, given = (asked or [""])[0].partition(" ")
-        digest = sha256(given.strip().encode("latin-1")).digest()  # of one length: its comparison tells none
+        scheme, _, key = (asked or [""])[0].partition(" ")
+        digest = sha256(key.strip().encode("latin-1")).digest()  # of one length: its comparison tells none
         return hmac.compare_digest(digest, self._key) and scheme.lower() == "bearer"
 
     async def _refuse(self, refused: Refused, body: _Body, answer: _Answer) -> None:
@@ -241,7 +165,7 @@ class _Gone(Exception):
 class _Body:
     """The body of a request, which is read whole before the application sees anything."""
 
-    def __init__(self, scope: Message, receive: Receive) -> None:
+    def __init__(self, scope: Scope, receive: Receive) -> None:
         lengths = _values(scope["headers"], b"content-length")
         self._declared = int(lengths[0]) if lengths and lengths[0].isdecimal() else 0  # h11 has looked at it
         self.unread = self._declared > 0 or bool(_values(scope["headers"], b"transfer-encoding"))
@@ -300,15 +224,14 @@ class _Answer:
 
     Args:
         send: The server's.
-        path: The route.
+        errors: The form of errors.
         number: The request's.
         headers: Further headers.
     """
 
-    def __init__(self, send: Send, path: str, number: str, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
-        self._send, self._path = send, path
-        names = (b"x-request-id", b"request-id") if path.startswith(ANTHROPIC) else (b"x-request-id",)
-        self._headers = [*((name, number.encode()) for name in names), *headers]
+    def __init__(self, send: Send, errors: ErrorForm, number: str, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+        self._send, self._errors = send, errors
+        self._headers = [*((name, number.encode()) for name in errors.id_headers), *headers]
         self._started = self._ended = self._is_stream = False
 
     async def send(self, message: Message) -> None:
@@ -324,7 +247,7 @@ class _Answer:
     async def whole(self, status: int, message: str, closes: bool = False, more: bool = False) -> None:
         """An error of the middleware. With `more`, `end` is still to come."""
         self._started, self._ended = True, not more
-        body = error_body(status, message, self._path)
+        body = self._errors.body(status, message)
         sent = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         sent += [(b"www-authenticate", b"Bearer")] if status == 401 else []
         sent += [(b"connection", b"close")] if closes else []
@@ -349,7 +272,7 @@ class _Answer:
         if not self._started:
             await self.whole(status, message, closes=True)
         elif self._is_stream and not self._ended:
-            event = error_event(error_of(status, message, path=self._path), self._path)
+            event = self._errors.in_stream(self._errors.error(status, message))
             await self._send({"type": "http.response.body", "body": event})
 
 
@@ -360,13 +283,6 @@ def _values(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> list[str]:
 def request_number(named: Sequence[str]) -> str:
     """The client's own number of a request, where it names one that can stand in a log, else a new one."""
     return named[0] if len(named) == 1 and _NUMBER.fullmatch(named[0]) else f"req_{secrets.token_hex(12)}"
-
-
-def host_name(authority: str) -> str:
-    """The name or address in `name:port`, in lower case; of `[::1]:80` it is `::1`."""
-    if authority.startswith("["):
-        return authority[1:].partition("]")[0].lower()
-    return authority.partition(":")[0].lower().removesuffix(".")
 
 
 def _is_own_address(name: str, server: tuple[str, int | None] | None) -> bool:

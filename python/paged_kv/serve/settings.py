@@ -11,8 +11,8 @@ from paged_kv.arguments import integer
 from paged_kv.errors import ContractError
 from paged_kv.kv_formats import KVFormat
 from paged_kv.options import CacheRotation
+from paged_kv.serve.access_rules import LOOPBACK, Access, Rules, host_name
 from paged_kv.serve.address import is_loopback
-from paged_kv.serve.middleware import LOOPBACK, METRICS, PROFILE, Rules, host_name
 from paged_kv.serve.origins import Origins, read_origin
 
 API_KEY = "PAGED_KV_API_KEY"
@@ -105,8 +105,9 @@ class Settings:
         hosts = {host_name(f"[{name}]" if name.count(":") > 1 else name) for name in self.allowed_hosts}
         size = self.max_body_bytes or max(MIN_BODY_BYTES, BODY_BYTES_PER_TOKEN * max_length)
         origins = Origins(frozenset(map(read_origin, self.allowed_origins)), frozenset(hosts))
-        routes = (METRICS if self.metrics else frozenset()) | (PROFILE if self.profile else frozenset())
-        return Rules(key, LOOPBACK | hosts | {self.host.lower()}, routes, size, self.max_connections, origins)
+        options: tuple[tuple[Access, bool], ...] = (("metrics", self.metrics), ("profile", self.profile))
+        access = Rules.access | {name for name, is_set in options if is_set}
+        return Rules(key, LOOPBACK | hosts | {self.host.lower()}, access, size, self.max_connections, origins)
 
     def _key(self) -> str | None:
         """The key that clients must send.
