@@ -1,4 +1,4 @@
-"""The results of `paged-kv bench --all` as two sections of docs/performance.md, and as pictures.
+"""The results of `paged-kv bench --all` as a section of docs/performance.md, and as pictures.
 
     paged-kv bench --all --out benchmarks/results/decode_cpu && python -m benchmarks.pages
 
@@ -8,63 +8,73 @@ The folder has a file of each CPU family; a roofline is drawn beside each. The R
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import CHECKOUT
-from paged_kv.bench.report import share_cell, versus_line
+from paged_kv.bench.report import share_cell
 from paged_kv.bench.results import Results, Row, read_results
 
 RESULTS = "benchmarks/results/decode_cpu"
 BARS = "docs/pictures/decode_cpu_bars.png"
 MARK = "decode_cpu"
 """The section of a page between `<!-- decode_cpu: begin -->` and `<!-- decode_cpu: end -->` is written here."""
-VERSUS = "decode_cpu_versus"
-"""The mark of the other section."""
+PAGE_CASES = (
+    *("bf16", "group8", "prefill", "step-1", "step-8", "step-prefill"),
+    *("step-q8_0-1", "step-q8_0-8", "step-q4_k_m-1", "step-q4_k_m-8", "step-q4_k_m-prefill"),
+)
+"""The cases of the page; the results have all."""
+OTHERS = ("vLLM", "torch", "MAX", "Hugging Face transformers", "llama.cpp", "OpenVINO")
+"""Systems of the page's columns: the beginnings of their labels."""
 LONGEST = 8.0
 """Longer bars are cut here, and say so: the axis begins at 0, so that lengths can be compared."""
 OURS, THEIRS = "#c2410c", "#64748b"
 
 
 def write() -> None:
-    """Both sections and the pictures, from every family's file."""
+    """The section and the pictures, from every family's file."""
     paths = sorted((CHECKOUT / RESULTS).glob("*.csv"))
     families = [read_results(path) for path in paths]
     for path, results in zip(paths, families, strict=True):
         draw_roofline(results, path.with_suffix(".png"))
     draw_bars(families, CHECKOUT / BARS)
-    page = CHECKOUT / "docs" / "performance.md"
-    update_page(page, markdown(families, f"../{RESULTS}/{{family}}.png"))
-    update_page(page, summary(families, BARS.removeprefix("docs/")), VERSUS)
+    section = markdown(families, BARS.removeprefix("docs/"), f"../{RESULTS}/{{family}}.png")
+    update_page(CHECKOUT / "docs" / "performance.md", section)
 
 
-def markdown(families: Sequence[Results], pictures: str) -> str:
-    """The section of our own figures. `pictures` is where the rooflines are, `{family}` standing for the family."""
-    lines = ["Time, rate, share of the read bandwidth; in brackets the target on that family of CPUs.", ""]
-    lines += _head("case (head_dim 128)", families)
-    for rows in by_case(families).values():
-        title = next(row["title"] for row in rows if row)
-        lines.append(f"| {title} | {' | '.join(_figures(row) for row in rows)} |")
+def markdown(families: Sequence[Results], picture: str, rooflines: str) -> str:
+    """The page's section: the bars and a table a family. `rooflines` is a link's target, with `{family}` in it."""
+    lines = [f"![Time of other systems in units of paged-kv's]({picture})"]
     for results in families:
-        lines += ["", *_family(results), "", f"![Roofline]({pictures.format(family=results['family'])})"]
+        rows = {row["case"]: row for row in _measured(results)}
+        shown = [rows[name] for name in PAGE_CASES if name in rows]
+        others = [name for name in OTHERS if any(_factor(row, name) is not None for row in shown)]
+        columns = ["case", "paged-kv", "share of read bandwidth (target)", *others]
+        lines += ["", f"{_where(results)} [Roofline]({rooflines.format(family=results['family'])}).{_slower(rows)}", ""]
+        lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+        for row in shown:
+            factors = (_factor(row, name) for name in others)
+            cells = [row["title"], f"{_three(row['ms'])} ms, {row['rate']}", share_cell(row)]
+            cells += ["" if factor is None else f"{factor:.2g}x" for factor in factors]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def summary(families: Sequence[Results], picture: str) -> str:
-    """The section of other systems: the bars, and a line for each system that a case was measured against."""
-    lines = [f"![Time of other systems in units of paged-kv's]({picture})", ""]
-    lines += [f"- {_where(results)}" for results in families]
-    lines += ["", "The other system's time over paged-kv's:", "", *_head("case | other system", families)]
-    for rows in by_case(families).values():
-        factors = [{} if row is None else ratios(row) for row in rows]
-        labels = dict.fromkeys(label for one in factors for label in one)
-        title = next(row["title"] for row in rows if row)
-        for label in labels:
-            cells = [f"{one[label]:.2g}x" if label in one else "" for one in factors]
-            lines.append(f"| {title} | {label} | {' | '.join(cells)} |")
-            title = ""
-    return "\n".join(lines)
+def _factor(row: Row, system: str) -> float | None:
+    """Time of a system over paged-kv's; of several variants of it the fastest one's."""
+    return min((ratio for label, ratio in ratios(row).items() if label.startswith(system)), default=None)
+
+
+def _slower(rows: Mapping[str, Row]) -> str:
+    """The cases in which another system is faster, as a sentence; empty where there is none."""
+    cells = [
+        f"{row['title']} ({system} {ratio:.2g}x)"
+        for row in rows.values()
+        for system, ratio in ratios(row).items()
+        if ratio < 0.995
+    ]
+    return f" Slower than another system: {'; '.join(cells)}." if cells else ""
 
 
 def update_page(page: Path, section: str, mark: str = MARK) -> None:
@@ -81,22 +91,10 @@ def update_page(page: Path, section: str, mark: str = MARK) -> None:
     page.write_text(f"{text[: begin + len(first)]}\n{section}\n{text[end:]}")
 
 
-def _head(first: str, families: Sequence[Results]) -> list[str]:
-    columns = [*first.split(" | "), *(results["family"] for results in families)]
-    return [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-
-
 def by_case(families: Sequence[Results]) -> dict[str, list[Row | None]]:
     """Each case's row in every family, None where it has no figure, in the order of the first family that has it."""
     measured = [{row["case"]: row for row in _measured(results)} for results in families]
     return {name: [rows.get(name) for rows in measured] for name in dict.fromkeys(n for rows in measured for n in rows)}
-
-
-def _figures(row: Row | None) -> str:
-    if row is None:
-        return ""
-    share = share_cell(row)
-    return f"{_three(row['ms'])} ms, {row['rate']}{f', {share}' if share else ''}"
 
 
 def ratios(row: Row) -> dict[str, float]:
@@ -108,35 +106,18 @@ def ratios(row: Row) -> dict[str, float]:
     }
 
 
-def _family(results: Results) -> list[str]:
-    """One family: what was measured where, and every comparison with its target."""
-    rows = _measured(results)
-    commits = dict.fromkeys(row["commit"] or "" for row in rows)
-    lines = [
-        f"### {results['family']}",
-        "",
-        f"{_where(results)} "
-        f"Read bandwidth: {statistics.median([row['read_gb_per_s'] for row in rows]):.0f} GB/s "
-        f"(median over the cases; each share is of its own run's). Commit {', '.join(commits)}.",
-        "",
-        "| case | faster than |",
-        "|---|---|",
-    ]
-    cells = {row["title"]: filter(None, map(versus_line, row["versus"])) for row in rows if row["versus"]}
-    return lines + [f"| {title} | {', '.join(found)} |" for title, found in cells.items()]
-
-
 def _measured(results: Results) -> list[Row]:
     return [row for row in results["rows"] if row["ms"] is not None]
 
 
 def _where(results: Results) -> str:
-    """The family, its machine, the dates and the versions of all systems."""
+    """The family, its machine, the dates, the versions of all systems, and the read bandwidth."""
     rows = _measured(results)
     systems = ", ".join(f"{name} {version}" for name, version in results["versions"].items() if name != "numpy")
     dates = ", ".join(sorted({row["date"] for row in rows}))
     machines = "; ".join(dict.fromkeys(row["machine"] for row in rows))
-    return f"{results['family']}: {machines}; {dates}; {systems}."
+    bandwidth = statistics.median([row["read_gb_per_s"] for row in rows])
+    return f"**{results['family']}**: {machines}; {dates}; {bandwidth:.0f} GB/s read; {systems}."
 
 
 def _three(value: float) -> str:

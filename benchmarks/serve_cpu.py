@@ -114,10 +114,11 @@ def write(path: Path, rows: list[Row], versions: dict[str, str]) -> None:
 
 
 def write_pages(folder: Path, checkout: Path) -> None:
-    """The section of docs/performance.md and the picture, from every family's file."""
+    """The section of docs/performance.md and the picture, of the family measured last."""
     families = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    serve_report.draw(families, checkout / PICTURE)
-    section = f"![Tokens a second of servers](pictures/{Path(PICTURE).name})\n\n{serve_report.markdown(families)}"
+    newest = serve_report.newest(families)
+    serve_report.draw(newest, checkout / PICTURE)
+    section = f"![Tokens a second of servers](pictures/{Path(PICTURE).name})\n\n{serve_report.markdown(newest)}"
     update_page(checkout / "docs" / "performance.md", section, serve_report.MARK)
 
 

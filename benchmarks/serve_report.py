@@ -1,4 +1,4 @@
-"""The results of servers as a table on the terminal, as sections of the pages, and as a picture."""
+"""The results of servers as a table on the terminal, as a section of a page, and as a picture."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ Results = Mapping[str, Any]
 """The results of one CPU family, as its file has them."""
 MARK = "serve_cpu"
 """The name of a page's section."""
+PAGE_MODEL = "large"
+"""The model whose cases the page shows."""
 
 
 def cell(system: Mapping[str, Any] | None) -> str:
@@ -58,35 +60,33 @@ def text(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def markdown(families: Sequence[Results]) -> str:
-    """The section of docs/performance.md."""
-    lines: list[str] = []
-    for results in families:
-        rows = results["rows"]
-        cases = by_case(rows)
-        every = {case: systems_of(found) for case, found in cases.items()}
-        keys = [key for key in SYSTEMS if any(_measured(one, key) for one in every.values())]
-        names = {key: one[key]["name"] for one in every.values() for key in keys if key in one}
-        lines += [f"### Servers, {results['family']}", "", _where(results), ""]
-        lines += [f"| case | {' | '.join(names[key] for key in keys)} |", "|---" * (len(keys) + 1) + "|"]
-        lines += [f"| {case.title} | {' | '.join(cell(every[case].get(key)) for key in keys)} |" for case in cases]
-        lines += ["", "| case | decodes faster than | serving costs a step |", "|---|---|---|"]
-        lines += [
-            f"| {case.title} | {'; '.join(factors(found))} | {overhead(found)} |" for case, found in cases.items()
-        ]
-        notes = {f"{one['name']}: {one['note']}" for row in rows for one in row["systems"].values() if one["note"]}
-        lines += ["", *(f"- {note}" for note in sorted(notes)), ""]
-    return "\n".join(lines).rstrip()
+def newest(families: Sequence[Results]) -> Results:
+    """The family that was measured last."""
+    return max(families, key=lambda results: max((row["date"] for row in results["rows"]), default=""))
 
 
-def draw(families: Sequence[Results], path: Path) -> None:
-    """Writes a PNG: tokens a second of every system, a panel a model and batch size."""
+def markdown(results: Results) -> str:
+    """The section of docs/performance.md: a family's cases of PAGE_MODEL."""
+    cases = {case: systems_of(rows) for case, rows in by_case(results["rows"]).items() if case.model == PAGE_MODEL}
+    keys = [key for key in SYSTEMS if any(_measured(systems, key) for systems in cases.values())]
+    names = {key: systems[key]["name"] for systems in cases.values() for key in keys if key in systems}
+    lines = [
+        _where(results),
+        "",
+        f"| case | {' | '.join(names[key] for key in keys)} |",
+        "|---" * (len(keys) + 1) + "|",
+    ]
+    lines += [f"| {case.title} | {' | '.join(cell(cases[case].get(key)) for key in keys)} |" for case in cases]
+    return "\n".join(lines)
+
+
+def draw(results: Results, path: Path) -> None:
+    """Writes a PNG: tokens a second of every system, a panel a model and batch size, of one family."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    results = families[-1]
     cases = by_case(results["rows"])
     every = {case: systems_of(found) for case, found in cases.items()}
     models = [model for model in MODELS if any(case.model == model for case in cases)]
@@ -148,5 +148,4 @@ def _where(results: Results) -> str:
     machines = "; ".join(dict.fromkeys(row["machine"] for row in rows))
     dates = ", ".join(sorted({row["date"] for row in rows}))
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
-    return f"{results['family']}: {machines}; {dates}; {versions}; commit {commits}."
+    return f"**{results['family']}**: {machines}; {dates}; {versions}."

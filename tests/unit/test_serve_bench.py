@@ -223,8 +223,9 @@ def test_files_and_pages(tmp_path):
     serve_cpu.write_pages(out, tmp_path)
     text = page.read_text()
     assert "old" not in text
-    assert "| 100 M parameters, B 8, context 512 | 120, 1 s | 30, 3 s |" in text
-    assert "a machine; 2026-11-22; MAX 26.7.0; commit abc" in text
+    assert "| 1.1 G parameters, B 8, context 512 | 120, 1 s | 30, 3 s |" in text
+    assert "**znver5**: a machine; 2026-11-22; MAX 26.7.0." in text
+    assert "100 M parameters" not in text
     assert (tmp_path / serve_cpu.PICTURE).read_bytes().startswith(b"\x89PNG")
 
 
