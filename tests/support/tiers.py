@@ -50,9 +50,9 @@ def quick_tests(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     functions: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         function = item.nodeid.rpartition("tests/")[2].partition("[")[0]
-        if item.get_closest_marker("slow") is None and not is_of_another_encoding(item):
-            if others.isdisjoint(_parameters(item)):
-                functions[function].append(item)
+        if item.get_closest_marker("slow") or is_of_another_encoding(item) or others & _parameters(item):
+            continue
+        functions[function].append(item)
     return [item for function, cases in functions.items() for item in _few(function, cases)]
 
 
