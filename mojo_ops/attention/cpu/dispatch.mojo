@@ -4,20 +4,22 @@ Each block of rows is computed in vectors (`vectors/segment.mojo`, `vectors/pref
 (`amx/segment.mojo`, `amx/prefill.mojo`).
 """
 
-from ...cache.paged_kv_cache import PagedKVCache
+from ...cache.paged_kv_cache import DynamicKVCache
 from ...cache.pointers import untracked
-from ...isa.line_counter import LineCounter
 from ...isa.amx import tile_release
+from ...isa.line_counter import LineCounter
+from ...isa.memory import FloatPointer
 from ...isa.threads import Workers, run_tasks
 from ..logits import Logits
 from ..params import AttentionRows
+from ..row_masks import RowMasks
 from .amx.layout import AmxBuffers
 from .amx.prefill import attend_prefill_amx
 from .amx.prefill_workspace import PrefillWorkspace
 from .amx.segment import attend_segment_amx
-from .kernel_choice import CpuKernelChoice, amx_serves
-from .plan import BlockSizes, Segment, SegmentQueue, plan_segments
-from .prefill.queries import padded_queries
+from .cpu_call import CpuCall
+from .plan import Segment, SegmentPlan, SegmentQueue, plan_segments
+from .prefill.queries import PrefillQueries, padded_queries
 from .rotary_keys import KeyRotation, RotaryTables
 from .split_merge import SplitResults, TaskResult, finish_segment
 from .vectors.prefill import attend_prefill_vectors, prefetch_ranges
@@ -26,12 +28,134 @@ from .vectors.segment import attend_segment_vectors
 from .workspace import HeadLayout, SegmentWorkspace
 
 
+struct PrefillTask(Movable):
+    """The prefill segments of one task, each one KV head of a block: on matrix tiles where the call may use them, else
+    in vectors."""
+
+    var amx: PrefillWorkspace
+    var vectors: VectorPrefillWorkspace
+
+    def __init__(out self, call: CpuCall, queries: Int, amx_heads: HeadLayout):
+        """For segments of up to `queries` queries, whose heads are `amx_heads` on matrix tiles."""
+        self.amx = PrefillWorkspace(queries if call.choice.permitted else 0, amx_heads)
+        self.vectors = VectorPrefillWorkspace(
+            0 if call.choice.permitted else queries, call.heads, prefetch_ranges(call.heads)
+        )
+
+    @always_inline
+    def run(
+        mut self,
+        call: CpuCall,
+        segment: Segment,
+        mut rotation: KeyRotation,
+        split_results: SplitResults,
+        mut result: TaskResult,
+    ):
+        """Computes a segment, and writes o and lse where its block is complete."""
+        if call.choice.permitted:
+            comptime if call.Choice.may_use_amx:
+                ref states = self.amx.queries
+                states.acc = split_results.acc_for(segment, result, states.own_acc)
+                attend_prefill_amx[call.latent, call.rotates](
+                    call.queries[DType.bfloat16](segment, rotation),
+                    segment,
+                    call.k,
+                    call.v,
+                    call.logits,
+                    call.heads,
+                    self.amx,
+                    rotation,
+                )
+                finish_segment[amx=True](call, segment, states, states.acc, split_results, result)
+        else:
+            ref states = self.vectors.queries
+            states.acc = split_results.acc_for(segment, result, states.own_acc)
+            attend_prefill_vectors[call.latent, call.rotates](
+                call.queries[DType.float32](segment, rotation),
+                segment,
+                call.k,
+                call.v,
+                call.logits,
+                call.heads,
+                self.vectors,
+                rotation,
+            )
+            finish_segment[amx=False](call, segment, states, states.acc, split_results, result)
+
+
+struct DecodeTask(Movable):
+    """The other segments of one task, each some or all KV heads of a block: on matrix tiles or in vectors, as
+    `CpuKernelChoice.uses_amx` says."""
+
+    var workspace: SegmentWorkspace
+    var own_acc: FloatPointer
+    """The memory for the weighted values of a block that is not split."""
+
+    def __init__(out self, call: CpuCall, stride: Int, amx_heads: HeadLayout):
+        """For segments of up to `stride` queries a KV head, whose heads are `amx_heads` on matrix tiles."""
+        comptime amx = call.Choice.may_use_amx
+        self.workspace = SegmentWorkspace(
+            call.heads,
+            stride,
+            AmxBuffers.num_floats(call.heads.kv_heads * stride, amx_heads.padded_dim) if amx else 0,
+            query_floats=amx_heads.padded_dim // 2 if amx else 0,
+        )
+        self.own_acc = self.workspace.acc
+
+    @always_inline
+    def run(
+        mut self,
+        call: CpuCall,
+        segment: Segment,
+        mut queue: SegmentQueue,
+        mut rotation: KeyRotation,
+        split_results: SplitResults,
+        mut result: TaskResult,
+    ) -> Segment:
+        """Computes a segment, and writes o and lse where its block is complete. Returns the next segment.
+
+        The next segment's K, whose first tokens are prefetched here, may be of other heads: then it is read without.
+        """
+        ref workspace = self.workspace
+        var part = call.part(segment)
+        var following = Segment.none()
+        workspace.acc = split_results.acc_for(segment, result, self.own_acc)
+        if call.choice.uses_amx(segment.num_rows * call.heads.group):
+            comptime if call.Choice.may_use_amx:
+                following = attend_segment_amx[call.rotates](
+                    part.queries[DType.bfloat16](segment, rotation),
+                    segment,
+                    part.k,
+                    part.v,
+                    part.logits,
+                    part.heads,
+                    queue,
+                    workspace,
+                    rotation,
+                )
+                finish_segment[amx=True](part, segment, workspace, workspace.acc, split_results, result)
+        else:
+            following = attend_segment_vectors[call.rotates](
+                part.queries[DType.float32](segment, rotation),
+                segment,
+                part.k,
+                part.v,
+                part.logits,
+                part.heads,
+                queue,
+                workspace,
+                rotation,
+            )
+            finish_segment[amx=False](part, segment, workspace, workspace.acc, split_results, result)
+        return following
+
+
 def attend_on_cpu[
-    dtype: DType, //, *, latent: Bool = False, rotates: Bool = False
+    dtype: DType, o_dtype: DType, Masks: RowMasks, kv_dtype: DType, //, *, latent: Bool = False, rotates: Bool = False
 ](
-    rows: AttentionRows[dtype, ...],
-    k: PagedKVCache,
-    v: type_of(k),
+    rows: AttentionRows[dtype, o_dtype, Masks],
+    k: DynamicKVCache[kv_dtype],
+    v: DynamicKVCache[kv_dtype],
     logits: Logits,
     workers: Workers,
     *,
@@ -43,10 +167,12 @@ def attend_on_cpu[
     That of a row depends on no other row where all are computed in vectors.
 
     Parameters:
-        dtype: The dtype of the queries.
-        latent: True if a key is a token's V and then its K, so that V is read once. All blocks are then prefill blocks:
-            only these take another head_dim of V than of K.
-        rotates: True if queries and keys are rotated as they are read (`rotary_keys.mojo`).
+        dtype: The dtype of q.
+        o_dtype: The dtype of o.
+        Masks: What rows see of their tokens beside their lengths.
+        kv_dtype: The dtype of the cache.
+        latent: As in `CpuCall`.
+        rotates: As in `CpuCall`.
 
     Args:
         rows: The rows of the call.
@@ -56,167 +182,61 @@ def attend_on_cpu[
         workers: Threads, at most.
         deterministic: True if all rows are computed in vectors, though there are matrix tiles.
     """
-    comptime kv_dtype = k.dtype
-    var choice = CpuKernelChoice[dtype, kv_dtype]()
-    choice.permitted &= not deterministic
-    var heads = HeadLayout.of[latent=latent](rows, k, v, CpuKernelChoice[dtype, kv_dtype].chunk)
-    comptime if latent:
-        # Matrix tiles cannot scale the sums over `ckv` before those over `kpe` are added.
-        choice.permitted &= rows.latent_scale == 1
-    comptime has_masks = rows.Masks.has_masks
-    var sizes = choice.sizes[latent=latent](heads, prefill_only=has_masks or latent)
+    comptime Call = CpuCall[dtype, o_dtype, Masks, kv_dtype, latent, rotates]
+    var choice = Call.Choice()
+    # Matrix tiles cannot scale the sums over `ckv` before those over `kpe` are added.
+    choice.permitted &= not deterministic and (not latent or rows.latent_scale == 1)
+    var heads = HeadLayout.of[latent=latent](rows, k, v, Call.Choice.chunk)
+    var sizes = choice.sizes[latent=latent](heads, prefill_only=Call.prefill_only)
     var plan = plan_segments(rows.row_batch, rows.row_lengths, rows.num_rows, rows.masks, logits, sizes)
-    var max_stride = AmxBuffers.query_stride(plan.max_rows * heads.group)
-    var max_queries = heads.kv_heads * max_stride
-    var max_prefill_queries = plan.max_prefill_rows * heads.group
     var tasks = plan.num_tasks(heads.group, heads.kv_heads, heads.padded_dim, workers.count)
     plan.cut_heads(heads.kv_heads, tasks)
     tasks = min(tasks, len(plan.segments))
+
+    var call = Call(rows, k, v, logits, heads, choice)
+    var max_stride = AmxBuffers.query_stride(plan.max_rows * heads.group)
+    var max_prefill_queries = plan.max_prefill_rows * heads.group
+    var max_rotated = max(plan.max_rows * rows.num_heads, max_prefill_queries)
+    var rotary_tables = RotaryTables[kv_dtype](heads.head_dim, rows.rope_theta if rotates else 0, rows.rope_scale)
     var split_results = SplitResults(
         plan.num_split_results,
         plan.max_results(),
         tasks,
-        max(max_queries, padded_queries(max_prefill_queries)),
+        max(heads.kv_heads * max_stride, padded_queries(max_prefill_queries)),
         heads.padded_value,
     )
-    var rotary_tables = RotaryTables[kv_dtype](heads.head_dim, rows.rope_theta if rotates else 0, rows.rope_scale)
-    var max_rotated = max(plan.max_rows * rows.num_heads, max_prefill_queries)
     # All threads write it, so its cache line holds nothing else.
     var num_taken = LineCounter()
     var segments = SegmentQueue(
-        untracked(plan.segments.unsafe_ptr()),
-        len(plan.segments),
-        num_taken.at(),
-        Segment.none(),
+        untracked(plan.segments.unsafe_ptr()), len(plan.segments), num_taken.at(), Segment.none()
     )
 
     def task(
         index: Int,
     ) {
-        var rows,
-        var k,
-        var v,
-        var logits,
-        var heads,
-        var choice,
+        var call,
         var segments,
         var max_stride,
-        var max_queries,
         var max_prefill_queries,
         var max_rotated,
         ref rotary_tables,
         ref split_results,
     }:
-        var rotation = KeyRotation(rotary_tables, heads, max_rotated, choice.permitted)
-        var amx_heads = rotation.heads_of[DType.bfloat16](heads) if rotates else heads
-        var workspace = SegmentWorkspace(
-            heads,
-            max_stride,
-            AmxBuffers.num_floats(max_queries, amx_heads.padded_dim) if choice.may_use_amx else 0,
-            query_floats=amx_heads.padded_dim // 2 if choice.may_use_amx else 0,
-        )
-        var own = workspace.acc
+        var rotation = KeyRotation(rotary_tables, call.heads, max_rotated, call.choice.permitted)
+        var amx_heads = rotation.heads_of[DType.bfloat16](call.heads) if rotates else call.heads
+        var decode = DecodeTask(call, max_stride, amx_heads)
+        var prefill = PrefillTask(call, max_prefill_queries, amx_heads)
         var result = TaskResult(index)
-        var prefill_amx = PrefillWorkspace(max_prefill_queries if choice.permitted else 0, amx_heads)
-        var prefill_vectors = VectorPrefillWorkspace(
-            0 if choice.permitted else max_prefill_queries, heads, prefetch_ranges(heads)
-        )
         var queue = segments
         var segment = queue.take()
         while segment.num_rows > 0:
-            var queries = segment.num_rows * heads.group
-            var stride = choice.query_stride(queries)
-            var following = Segment.none()
-            if segment.prefill:
-                var states = prefill_amx.queries if choice.permitted else prefill_vectors.queries
-                states.acc = states.own_acc if segment.split_result < 0 else split_results.acc_of(result.index)
-                if choice.permitted:
-                    comptime if amx_serves(dtype, kv_dtype):
-                        prefill_amx.queries = states
-                        comptime if rotates:
-                            var rotated = rotation.rotate_queries[DType.bfloat16, kv_dtype](rows, segment, heads)
-                            attend_prefill_amx[latent, True](
-                                rotated, segment, k, v, logits, heads, prefill_amx, rotation
-                            )
-                        else:
-                            attend_prefill_amx[latent, False](rows, segment, k, v, logits, heads, prefill_amx, rotation)
-                        finish_segment[True, latent](
-                            rows, segment, k, v, logits, heads, stride, states, states.acc, split_results, result
-                        )
-                else:
-                    prefill_vectors.queries = states
-                    comptime if rotates:
-                        var rotated = rotation.rotate_queries[DType.float32, kv_dtype](rows, segment, heads)
-                        attend_prefill_vectors[latent, True](
-                            rotated, segment, k, v, logits, heads, prefill_vectors, rotation
-                        )
-                    else:
-                        attend_prefill_vectors[latent, False](
-                            rows, segment, k, v, logits, heads, prefill_vectors, rotation
-                        )
-                    finish_segment[False, latent](
-                        rows, segment, k, v, logits, heads, stride, states, states.acc, split_results, result
-                    )
-                following = queue.take()
-            elif not has_masks:
-                # The segment's KV heads as if the call had no others. The next segment's K, whose first tokens are
-                # prefetched here, may be of other heads: then it is read without.
-                var first = segment.head
-                var part = heads.part(segment.heads_of(heads.kv_heads))
-                var part_rows = rows.from_head(first * heads.group, heads.head_dim, heads.value_dim)
-                var part_logits = logits.from_head(first * heads.group)
-                var part_k = k.from_head(first)
-                var part_v = v.from_head(first)
-                workspace.acc = own if segment.split_result < 0 else split_results.acc_of(result.index)
-                if choice.uses_amx(queries):
-                    comptime if amx_serves(dtype, kv_dtype):
-                        comptime if rotates:
-                            var rotated = rotation.rotate_queries[DType.bfloat16, kv_dtype](part_rows, segment, part)
-                            following = attend_segment_amx[True](
-                                rotated, segment, part_k, part_v, part_logits, part, queue, workspace, rotation
-                            )
-                        else:
-                            following = attend_segment_amx[False](
-                                part_rows, segment, part_k, part_v, part_logits, part, queue, workspace, rotation
-                            )
-                        finish_segment[True, latent](
-                            part_rows,
-                            segment,
-                            part_k,
-                            part_v,
-                            part_logits,
-                            part,
-                            stride,
-                            workspace,
-                            workspace.acc,
-                            split_results,
-                            result,
-                        )
-                else:
-                    comptime if rotates:
-                        var rotated = rotation.rotate_queries[DType.float32, kv_dtype](part_rows, segment, part)
-                        following = attend_segment_vectors[True](
-                            rotated, segment, part_k, part_v, part_logits, part, queue, workspace, rotation
-                        )
-                    else:
-                        following = attend_segment_vectors[False](
-                            part_rows, segment, part_k, part_v, part_logits, part, queue, workspace, rotation
-                        )
-                    finish_segment[False, latent](
-                        part_rows,
-                        segment,
-                        part_k,
-                        part_v,
-                        part_logits,
-                        part,
-                        stride,
-                        workspace,
-                        workspace.acc,
-                        split_results,
-                        result,
-                    )
-            segment = following
-        comptime if amx_serves(dtype, kv_dtype):
+            if Call.prefill_only or segment.prefill:
+                prefill.run(call, segment, rotation, split_results, result)
+                segment = queue.take()
+            else:
+                comptime if not Call.prefill_only:
+                    segment = decode.run(call, segment, queue, rotation, split_results, result)
+        comptime if Call.Choice.may_use_amx:
             tile_release()
 
     run_tasks(task, tasks, workers.at_most(tasks))

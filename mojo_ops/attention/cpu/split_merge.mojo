@@ -13,7 +13,6 @@ had memory of its own; Zen 5, 2026-11-22).
 from std.atomic import Atomic
 from std.math import align_up
 
-from ...cache.paged_kv_cache import PagedKVCache
 from ...cache.pointers import untracked
 from ...isa.convert import LANES, chunk_of, narrow, to_natural_order
 from ...isa.line_counter import LineCounter
@@ -24,9 +23,10 @@ from ..rope import RotaryEmbedding
 from ..softmax import AttentionState, LOG2E, MINUS_INFINITY, exp2
 from .amx.weighted_sums import unpack_sums
 from .bf16_chunk import Bf16Chunk
+from .cpu_call import CpuCall
 from .float64_rows import recompute_not_finite
 from .plan import Segment
-from .workspace import HeadLayout, RunningStates
+from .workspace import RunningStates
 
 comptime LINE_WORDS = CACHE_LINE_BYTES // 8
 """Int64 numbers of a cache line. What threads write at the same time lies in different lines."""
@@ -81,6 +81,11 @@ struct SplitResults(Movable):
         return align_to_line(untracked(self.memory.unsafe_ptr())).unsafe_offset(
             index * self.queries * self.padded_value
         )
+
+    @always_inline
+    def acc_for(self, segment: Segment, result: TaskResult, own: FloatPointer) -> FloatPointer:
+        """The memory for the weighted values of a segment: a task's own for a whole block, `result` for a split."""
+        return own if segment.split_result < 0 else self.acc_of(result.index)
 
     @always_inline
     def states_of(self, index: Int) -> Pointer[AttentionState, MutUntrackedOrigin]:
@@ -227,15 +232,10 @@ def write_result[
 
 
 def finish_segment[
-    dtype: DType, StatesType: RunningStates, //, amx: Bool, latent: Bool
+    StatesType: RunningStates, //, *, amx: Bool
 ](
-    rows: AttentionRows[dtype, ...],
+    call: CpuCall,
     segment: Segment,
-    k: PagedKVCache,
-    v: type_of(k),
-    logits: Logits,
-    heads: HeadLayout,
-    stride: Int,
     states: StatesType,
     acc: FloatPointer,
     split_results: SplitResults,
@@ -244,19 +244,17 @@ def finish_segment[
     """Merges a computed segment with the other splits of its block, and writes o and lse where the block is complete.
 
     Args:
-        rows: The rows of the call.
+        call: The call, of the segment's KV heads alone where it is not prefill.
         segment: The computed segment.
-        k: The keys.
-        v: The values.
-        logits: The options of the call.
-        heads: The head sizes.
-        stride: The queries of a KV head that `states` and `acc` have memory for.
         states: The softmax states of the segment.
         acc: The weighted values; those of a split are in `result`.
         split_results: The results of all splits of the call.
         result: The task's own; afterwards one that can be written.
     """
+    ref heads = call.heads
     var queries = segment.num_rows * heads.group
+    # The queries of a KV head that `states` and `acc` have memory for.
+    var stride = call.choice.query_stride(queries)
     var first_head = segment.head if segment.prefill else 0
     var kv_heads = 1 if segment.prefill else heads.kv_heads
     if segment.split_result >= 0:
@@ -273,15 +271,18 @@ def finish_segment[
             if segment.split_result >= 0:
                 state = split_results.states_of(result.index)[unsafe_offset=at]
             var row, g = divmod(m, heads.group)
-            is_finite &= write_result[k.dtype, amx](
-                rows,
+            is_finite &= write_result[call.kv_dtype, amx](
+                call.rows,
                 segment.row + row,
                 (first_head + head) * heads.group + g,
-                logits,
+                call.logits,
                 heads.value_dim,
                 state,
                 acc.unsafe_offset(at * heads.padded_value),
             )
         if not is_finite:
+            ref rows = call.rows
             var rotary = RotaryEmbedding(heads.head_dim, rows.rope_theta, rows.rope_scale)
-            recompute_not_finite[latent](rows, segment.row, segment.num_rows, first_head + head, k, v, logits, rotary)
+            recompute_not_finite[call.latent](
+                rows, segment.row, segment.num_rows, first_head + head, call.k, call.v, call.logits, rotary
+            )
