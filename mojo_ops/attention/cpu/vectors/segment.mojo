@@ -74,21 +74,15 @@ struct TileOrder(TrivialRegisterPassable):
 
 
 @always_inline
-def add_keys(mut prefetcher: UnitPrefetcher, k: PagedKVCache, step: SegmentStep, begin: Int, end: Int, offset: Int):
-    """Lists K of entries `[begin, end)` of a step, counted through its tiles; `offset` leads to the KV head."""
+def add_entries[
+    of_values: Bool
+](mut prefetcher: UnitPrefetcher, cache: PagedKVCache, step: SegmentStep, begin: Int, end: Int, offset: Int):
+    """Lists V or K of entries `[begin, end)` of a step, counted through its tiles; `offset` leads to the KV head."""
     for i in range(begin // KV_TILE_TOKENS, step.count):
         var first = i * KV_TILE_TOKENS
         var last = min(end - first, KV_TILE_TOKENS)
-        prefetcher.add_ranges(k.blocks.ptr, step.tiles[unsafe_offset=i].k, max(begin - first, 0), last, offset)
-
-
-@always_inline
-def add_values(mut prefetcher: UnitPrefetcher, v: PagedKVCache, step: SegmentStep, begin: Int, end: Int, offset: Int):
-    """The same of V."""
-    for i in range(begin // KV_TILE_TOKENS, step.count):
-        var first = i * KV_TILE_TOKENS
-        var last = min(end - first, KV_TILE_TOKENS)
-        prefetcher.add_ranges(v.blocks.ptr, step.tiles[unsafe_offset=i].v, max(begin - first, 0), last, offset)
+        var tile = step.tiles[unsafe_offset=i]
+        prefetcher.add_ranges(cache.blocks.ptr, tile.v if of_values else tile.k, max(begin - first, 0), last, offset)
 
 
 @always_inline
@@ -111,7 +105,6 @@ def attend_segment_vectors[
     rotated already, and the keys are rotated here, as float32.
     """
     comptime key_dtype = DType.float32 if rotates else k.dtype
-    comptime query_dtype = packed_query_dtype(dtype, key_dtype)
     comptime integers = rounds_weights(dtype, k.dtype)
     var key_heads = rotation.heads_of[key_dtype](heads) if rotates else heads
     pack_queries[key_dtype](rows, segment, key_heads, workspace)
@@ -141,73 +134,94 @@ def attend_segment_vectors[
             var prefetcher = UnitPrefetcher(workspace.offset_buffer(TILE_BUFFERS), order.range_bytes)
             # All of K but its first units, which were prefetched before, and the first units of V.
             var fetched = order.first_entries(step)
-            add_keys(prefetcher, k, step, fetched, step.count * KV_TILE_TOKENS, first * heads.k_stride)
-            add_values(prefetcher, v, step, 0, fetched, first * heads.v_stride)
+            add_entries[False](prefetcher, k, step, fetched, step.count * KV_TILE_TOKENS, first * heads.k_stride)
+            add_entries[True](prefetcher, v, step, 0, fetched, first * heads.v_stride)
             prefetcher.start(step.count * score_runs)
-            for i in range(step.count):
-                var tile = step.tiles[unsafe_offset=i]
-                for unit in range(0, KV_TILE_TOKENS, order.unit):
-                    for head in range(first, first + order.heads):
-                        comptime if rotates:
-                            rotation.rotate_keys[key_dtype](
-                                k, constants, tile, i, heads, head, unit, unit + order.unit, prefetcher
-                            )
-                            score_tile[query_dtype](
-                                rotation.keys_of[key_dtype](),
-                                ChunkConstants[key_dtype](),
-                                rotation.key_offsets(),
-                                key_heads,
-                                head,
-                                head - first + i,
-                                unit,
-                                unit + order.unit,
-                                queries,
-                                workspace,
-                                prefetcher,
-                            )
-                        else:
-                            score_tile[query_dtype](
-                                k.blocks.ptr.unsafe_offset(head * heads.k_stride),
-                                constants,
-                                tile.k,
-                                heads,
-                                head,
-                                head - first + i,
-                                unit,
-                                unit + order.unit,
-                                queries,
-                                workspace,
-                                prefetcher,
-                            )
+            score_step[packed_query_dtype(dtype, key_dtype), key_dtype, rotates](
+                k, constants, step, order, first, heads, key_heads, queries, workspace, rotation, prefetcher
+            )
             prefetcher = UnitPrefetcher(workspace.offset_buffer(TILE_BUFFERS), order.range_bytes)
-            add_values(prefetcher, v, step, fetched, step.count * KV_TILE_TOKENS, first * heads.v_stride)
+            add_entries[True](prefetcher, v, step, fetched, step.count * KV_TILE_TOKENS, first * heads.v_stride)
             if first + order.heads < heads.kv_heads:
-                add_keys(prefetcher, k, step, 0, fetched, (first + order.heads) * heads.k_stride)
+                add_entries[False](prefetcher, k, step, 0, fetched, (first + order.heads) * heads.k_stride)
             elif next.has_tokens():
-                add_keys(prefetcher, k, next, 0, order.first_entries(next), 0)
+                add_entries[False](prefetcher, k, next, 0, order.first_entries(next), 0)
             prefetcher.start(step.count * sum_runs)
-            for i in range(step.count):
-                var tile = step.tiles[unsafe_offset=i]
-                # Tile by tile: a maximum that is raised rescales the values of all weights before it.
-                for head in range(first, first + order.heads):
-                    scores_to_weights[False](
-                        rows, segment, logits, heads, head, head - first + i, tile, queries, workspace, prefetcher
-                    )
-                for unit in range(0, KV_TILE_TOKENS, order.unit):
-                    for head in range(first, first + order.heads):
-                        sum_tile[integers](
-                            v,
-                            constants,
-                            tile,
-                            heads,
-                            head,
-                            head - first + i,
-                            unit,
-                            unit + order.unit,
-                            queries,
-                            workspace,
-                            prefetcher,
-                        )
+            sum_step[integers](
+                rows, segment, v, constants, step, order, first, logits, heads, queries, workspace, prefetcher
+            )
         if step.end >= segment.end:
             return following
         step = next
+
+
+@always_inline
+def score_step[
+    query_dtype: DType, key_dtype: DType, rotates: Bool
+](
+    k: PagedKVCache,
+    constants: ChunkConstants[k.dtype],
+    step: SegmentStep,
+    order: TileOrder,
+    first: Int,
+    heads: HeadLayout,
+    key_heads: HeadLayout,
+    queries: Int,
+    mut workspace: SegmentWorkspace,
+    mut rotation: KeyRotation,
+    mut prefetcher: UnitPrefetcher,
+):
+    """Computes the scores of a step's tokens and the KV heads of a unit, from head `first` on."""
+    for i in range(step.count):
+        var tile = step.tiles[unsafe_offset=i]
+        for unit in range(0, KV_TILE_TOKENS, order.unit):
+            var end = unit + order.unit
+            for head in range(first, first + order.heads):
+                var at = head - first + i
+                comptime if rotates:
+                    rotation.rotate_keys[key_dtype](k, constants, tile, i, heads, head, unit, end, prefetcher)
+                    var keys = rotation.keys_of[key_dtype]()
+                    var plain = ChunkConstants[key_dtype]()
+                    var tokens = rotation.key_offsets()
+                    score_tile[query_dtype](
+                        keys, plain, tokens, key_heads, head, at, unit, end, queries, workspace, prefetcher
+                    )
+                else:
+                    var keys = k.blocks.ptr.unsafe_offset(head * heads.k_stride)
+                    score_tile[query_dtype](
+                        keys, constants, tile.k, heads, head, at, unit, end, queries, workspace, prefetcher
+                    )
+
+
+@always_inline
+def sum_step[
+    integers: Bool
+](
+    rows: AttentionRows,
+    segment: Segment,
+    v: PagedKVCache,
+    constants: ChunkConstants[v.dtype],
+    step: SegmentStep,
+    order: TileOrder,
+    first: Int,
+    logits: Logits,
+    heads: HeadLayout,
+    queries: Int,
+    mut workspace: SegmentWorkspace,
+    mut prefetcher: UnitPrefetcher,
+):
+    """Turns the scores of the same heads into weights, and adds the weighted values.
+
+    Tile by tile: a maximum that is raised rescales the values of all weights before it.
+    """
+    for i in range(step.count):
+        var tile = step.tiles[unsafe_offset=i]
+        for head in range(first, first + order.heads):
+            scores_to_weights[False](
+                rows, segment, logits, heads, head, head - first + i, tile, queries, workspace, prefetcher
+            )
+        for unit in range(0, KV_TILE_TOKENS, order.unit):
+            var end = unit + order.unit
+            for head in range(first, first + order.heads):
+                var at = head - first + i
+                sum_tile[integers](v, constants, tile, heads, head, at, unit, end, queries, workspace, prefetcher)
