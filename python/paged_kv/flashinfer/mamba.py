@@ -188,8 +188,9 @@ class _Inputs:
 
         with np.errstate(over="ignore", invalid="ignore"):
             decays = np.exp(self.rates * self.steps)
-        inputs = (rows(array) for array in (self.queries, self.keys, self.x, decays, self.steps))
-        scanned = recurrence("selective_scan", *inputs, states.swapaxes(2, 3), [tokens] * len(busy))
+        q, k, v, decays, rates = (rows(array) for array in (self.queries, self.keys, self.x, decays, self.steps))
+        counts = [tokens] * len(busy)
+        scanned = recurrence("selective_scan", q, k, v, decays, rates, states.swapaxes(2, 3), counts)
         y = np.zeros(shape, np.float32)
         y[busy] = scanned.o.reshape(len(busy), *shape[1:])
         with np.errstate(over="ignore", invalid="ignore"):
