@@ -25,7 +25,6 @@ import zlib
 from pathlib import Path
 
 import changelog
-import reproducible
 
 ROOT = Path(__file__).resolve().parents[1]
 SETUPTOOLS = "84.2.1"
@@ -88,6 +87,60 @@ def copy_sources(root: Path, target: Path) -> None:
             shutil.copy(root / name, target / name)
 
 
+def build_once(source: Path, out: Path, epoch: int, python: str = sys.executable) -> tuple[Path, Path]:
+    """An sdist and its wheel in `out`, whose bytes depend on the sources alone.
+
+    setuptools writes into an sdist who owned each file and when it was changed, so GNU tar packs it once more.
+
+    Args:
+        source: A copy of the sources, in which the build may write.
+        out: An existing folder.
+        epoch: Seconds since 1970, the time of every file in the archives.
+        python: An interpreter that has setuptools.
+
+    Raises:
+        subprocess.CalledProcessError: the build failed; its output was shown.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        sdist = out / setuptools_build(python, "build_sdist", source, folder, epoch)
+        shutil.unpack_archive(folder / sdist.name, folder / "first", filter="data")
+        options = (
+            "--sort=name",
+            "--owner=0",
+            "--group=0",
+            "--numeric-owner",
+            "--mode=u=rwX,go=rX",
+            f"--mtime=@{epoch}",
+        )
+        (root,) = (folder / "first").iterdir()
+        pack = ["tar", *options, "--use-compress-program=gzip -n", "-cf", sdist, "-C", root.parent, root.name]
+        subprocess.run(pack, check=True, timeout=300)
+        shutil.unpack_archive(sdist, folder / "second", filter="data")
+        wheel = setuptools_build(python, "build_wheel", folder / "second" / root.name, out, epoch)
+    return sdist, out / wheel
+
+
+def setuptools_build(python: str, hook: str, source: Path, out: Path, epoch: int) -> str:
+    """The name of the file that a hook of setuptools, "build_sdist" or "build_wheel", makes in `out`."""
+    code = f"import sys; from setuptools import build_meta; print(build_meta.{hook}(sys.argv[1]), file=sys.stderr)"
+    done = subprocess.run(
+        [python, "-c", code, str(out)],
+        cwd=source,
+        env={**os.environ, "SOURCE_DATE_EPOCH": str(epoch), "LC_ALL": "C.UTF-8", "PYTHONHASHSEED": "0"},
+        umask=0o022,  # of what it copies
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    if done.returncode:
+        print(done.stderr, file=sys.stderr)
+        done.check_returncode()
+    return done.stderr.splitlines()[-1]
+
+
 def build(root: Path, out: Path, epoch: int, python: str = sys.executable) -> list[Path]:
     """The sdist and the wheel of a checkout, in `out`.
 
@@ -100,7 +153,7 @@ def build(root: Path, out: Path, epoch: int, python: str = sys.executable) -> li
             source, folder = Path(name, attempt, "source"), Path(name, attempt, "out")
             folder.mkdir(parents=True)
             copy_sources(root, source)
-            built.append(reproducible.build(source, folder, epoch, python))
+            built.append(build_once(source, folder, epoch, python))
         for one, other in zip(*built, strict=True):
             if one.read_bytes() != other.read_bytes():
                 raise SystemExit(f"two builds of {one.name} differ")

@@ -47,8 +47,8 @@ class Bandwidth:
 
     def sum(self, data: Buffer, loop: tuple[int, int, int]) -> int:
         """Reads all of `data`, whole lines of 64 bytes; the sum of its bytes modulo 256."""
-        streams, apart, ahead = loop
-        sums = execute(self._models[f"read_{streams}"].execute, data, _number(apart), _number(ahead))[0]
+        streams, distance, ahead = loop
+        sums = execute(self._models[f"read_{streams}"].execute, data, _number(distance), _number(ahead))[0]
         return int(sums.to_numpy().sum(dtype=np.uint8))
 
     def copy(self, into: Buffer, source: Buffer, chunk: int) -> None:
@@ -71,8 +71,8 @@ class Bandwidth:
 
         expected = int(parts[0].sum(dtype=np.uint8))
         for loop in LOOPS:
-            if (found := self.sum(pieces[0], loop)) != expected:
-                raise RuntimeError(f"read loop {loop} sums to {found}, not to {expected}: it does not read everything")
+            if (total := self.sum(pieces[0], loop)) != expected:
+                raise RuntimeError(f"read loop {loop}: expected the sum {expected} of all bytes, got {total}")
         self.chosen["read"] = loop = fastest(run, LOOPS)
         return lambda i: run(i, loop), size
 
@@ -116,11 +116,11 @@ def _load(session: InferenceSession, cores: int) -> dict[str, Model]:
     folder = Path(bandwidth_op.__path__[0])
     facts = [f"bandwidth {cores} {toolchain()} {STREAMS}".encode(), (folder / "ops.mojo").read_bytes()]
     store, digest = user_store(), hash_of(facts)
-    for kept in store.find([digest]):
+    for artefact in store.find([digest]):
         try:
-            return session.init_all(read(BytesIO(kept.content)))
+            return session.init_all(read(BytesIO(artefact.content)))
         except (RuntimeError, ValueError, OSError):
-            store.remove(kept.path)  # whole, but nothing that MAX reads
+            store.remove(artefact.path)  # whole, but nothing that MAX reads
     module, cpu = Module(), DeviceRef.CPU()
     data, number = TensorType(DType.uint8, ["bytes"], cpu), TensorType(DType.int64, [1], cpu)
     sums = TensorType(DType.uint8, [cores], cpu)

@@ -52,8 +52,8 @@ def main(folder: Path, settings: dict[str, Any]) -> None:
 
     add(settings["short"], max_tokens=1, logprobs=-1)
     (answer,) = finish(engine)
-    found = {int(token): one.logprob for token, one in answer.outputs[0].logprobs[0].items()}
-    (folder / "logits.json").write_text(json.dumps([found[token] for token in range(settings["vocab"])]))
+    logits = {int(token): one.logprob for token, one in answer.outputs[0].logprobs[0].items()}
+    (folder / "logits.json").write_text(json.dumps([logits[token] for token in range(settings["vocab"])]))
 
     if context:  # decode: all requests have the context, and a step adds a token to each
         for _ in range(batch):
