@@ -5,7 +5,8 @@ llama.cpp's converter writes GGUF files, and changes a few weights on the way; w
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,6 +37,8 @@ _SIZES = {
     "num_key_value_heads": "attention.head_count_kv",
     "max_position_embeddings": "context_length",
 }
+_OF_LAYERS = ("num_key_value_heads", "intermediate_size")
+"""Sizes that differ between the layers of families with recurrent layers or narrow heads."""
 _BY_TENSORS = {
     "attention_bias": "attn_q.bias",
     "attention_out_bias": "attn_output.bias",
@@ -73,15 +76,68 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
             (`gguf_keys`), is missing or of a wrong value.
     """
     family = find_family(header)
-    used = _used(family)
-    metadata = Metadata(header, family.name, used)
+    metadata = Metadata(header, family.name, _used(family))
     values: dict[str, Any] = {"architectures": [_ARCHITECTURES[family.name]], "hidden_act": "silu", **family.defaults}
+    values |= _named_keys(metadata, family)
+    values |= _drafting_layers(metadata, family)
+    heads = _Heads.of(metadata, family)
+    values |= heads.keys
+    windowed = _windowed_layers(metadata, family)
+    values |= _windows(metadata, family, windowed)
+    values |= _experts(metadata, family)
+    values |= _recurrence(metadata, family, values)
+    if family.narrow_heads:
+        heads = heads.narrowed(metadata)
+        values |= _narrow_heads(metadata, windowed, heads)
+    values |= _shown_by_tensors(header)
+    values |= _rotation(metadata, family, heads, windowed)
+    values |= family.finish(values, metadata.number)
+    ineffective = frozenset() if any(windowed) else OF_WINDOWED_LAYERS
+    metadata.check(_neutral(metadata, family, heads, values), without_effect=family.without_effect | ineffective)
+    return values | _special_tokens(header)
+
+
+class _Heads(NamedTuple):
+    """Dimensions of a head, and those of them that are rotated; the same in layers with a window."""
+
+    dim: int
+    rotated: int
+    windowed_dim: int
+    windowed_rotated: int
+
+    @classmethod
+    def of(cls, metadata: Metadata, family: Gguf) -> _Heads:
+        default = metadata.integer("embedding_length") // metadata.integer("attention.head_count")
+        dim = metadata.integer("attention.key_length", default=default)
+        if metadata.integer("attention.value_length", default=default) != dim:
+            raise metadata.error("attention.value_length", f"differs from attention.key_length = {dim}")
+        rotated = metadata.integer("rope.dimension_count", default=dim)
+        if rotated != dim and not family.rotates_a_part:
+            problem = f"a part of head_dim = {dim} is not supported for {metadata.prefix}"
+            raise metadata.error("rope.dimension_count", problem)
+        if rotated > dim or (rotated != dim and rotated % 2):
+            raise metadata.error("rope.dimension_count", f"an even number up to head_dim = {dim} is expected")
+        return cls(dim, rotated, dim, rotated)
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        part = {} if self.rotated == self.dim else {"partial_rotary_factor": (self.rotated + 0.5) / self.dim}
+        return {"head_dim": self.dim, **part}  # readers of the factor take the integer below
+
+    def narrowed(self, metadata: Metadata) -> _Heads:
+        """The heads of a family whose layers with a window have heads of their own."""
+        dim = metadata.integer("attention.key_length_swa", default=self.dim)
+        if metadata.integer("attention.value_length_swa", default=self.dim) != dim:
+            raise metadata.error("attention.value_length_swa", f"differs from attention.key_length_swa = {dim}")
+        return self._replace(windowed_dim=dim, windowed_rotated=dim)
+
+
+def _named_keys(metadata: Metadata, family: Gguf) -> dict[str, Any]:
+    """The keys that have a name in the metadata and one in config.json, and the same value."""
+    values: dict[str, Any] = {}
+    has_other_layers = family.recurrent is not None or family.narrow_heads
     for key, name in {**_SIZES, **family.sizes}.items():
-        if key in ("num_key_value_heads", "intermediate_size") and (
-            family.recurrent is not None or family.narrow_heads
-        ):
-            continue  # below
-        if metadata.scalar(name) is not None:
+        if not (has_other_layers and key in _OF_LAYERS) and metadata.scalar(name) is not None:
             values[key] = metadata.integer(name)
     key, name = family.eps
     if metadata.scalar(name) is not None:
@@ -94,91 +150,106 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
         values[key] = metadata.boolean(name)
     for key, name in family.switches.items():
         values[key] = metadata.scalar(name) is None or metadata.boolean(name)
-    if family.drafts is not None:
-        count, drafts = metadata.integer("block_count"), metadata.integer(family.drafts, 0, least=0)
-        if drafts >= count:
-            raise metadata.error(family.drafts, f"fewer than block_count = {count} is expected")
-        values["num_hidden_layers"], values["num_nextn_predict_layers"] = count - drafts, drafts
-    heads, hidden = metadata.integer("attention.head_count"), metadata.integer("embedding_length")
-    head_dim = values["head_dim"] = metadata.integer("attention.key_length", default=hidden // heads)
-    if metadata.integer("attention.value_length", default=hidden // heads) != head_dim:
-        raise metadata.error("attention.value_length", f"differs from attention.key_length = {head_dim}")
-    rotated = metadata.integer("rope.dimension_count", default=head_dim)
-    if rotated != head_dim:
-        if not family.rotates_a_part:
-            problem = f"a part of head_dim = {head_dim} is not supported for {metadata.prefix}"
-            raise metadata.error("rope.dimension_count", problem)
-        if rotated > head_dim or rotated % 2:
-            raise metadata.error("rope.dimension_count", f"an even number up to head_dim = {head_dim} is expected")
-        values["partial_rotary_factor"] = (rotated + 0.5) / head_dim  # readers take the integer below
+    return values
 
-    narrow = _windowed_layers(metadata, family)
-    if any(narrow):
+
+def _drafting_layers(metadata: Metadata, family: Gguf) -> dict[str, Any]:
+    """The layers of the text, and the last ones, which draft tokens."""
+    if family.drafts is None:
+        return {}
+    count, drafts = metadata.integer("block_count"), metadata.integer(family.drafts, 0, least=0)
+    if drafts >= count:
+        raise metadata.error(family.drafts, f"fewer than block_count = {count} is expected")
+    return {"num_hidden_layers": count - drafts, "num_nextn_predict_layers": drafts}
+
+
+def _windows(metadata: Metadata, family: Gguf, windowed: list[bool]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    if any(windowed):
         values["sliding_window"] = metadata.integer("attention.sliding_window")
         values["architectures"] = [family.windowed or _ARCHITECTURES[family.name]]
-    has_experts = family.mixture is not None and bool(metadata.scalar("expert_count"))
-    if has_experts:
-        values["architectures"] = [family.mixture]
-        values["num_local_experts"] = metadata.integer("expert_count")
-        values["num_experts_per_tok"] = metadata.integer("expert_used_count")
-    if family.recurrent is not None:
-        layers = values.get("num_hidden_layers", 0)
-        values["layer_types"] = _recurrent_layers(metadata, family)[:layers]
-        values["num_key_value_heads"] = _of_some_layers(metadata, "attention.head_count_kv")
-        values["intermediate_size"] = _of_some_layers(metadata, "feed_forward_length")
     if family.windows is not None:
-        narrow = narrow or [False] * metadata.integer("block_count")
-        values["layer_types"] = ["sliding_attention" if is_narrow else "full_attention" for is_narrow in narrow]
+        layers = windowed or [False] * metadata.integer("block_count")
+        values["layer_types"] = ["sliding_attention" if has_window else "full_attention" for has_window in layers]
+    return values
 
-    narrow_dim, narrow_rotated = head_dim, rotated
-    if family.narrow_heads:
-        narrow_dim = metadata.integer("attention.key_length_swa", default=head_dim)
-        narrow_rotated = narrow_dim
-        if metadata.integer("attention.value_length_swa", default=head_dim) != narrow_dim:
-            raise metadata.error("attention.value_length_swa", f"differs from attention.key_length_swa = {narrow_dim}")
-        values |= _narrow_heads(metadata, narrow) | {"full_head_dim": head_dim, "head_dim": narrow_dim}
-        values |= _widened_layers(metadata)
-        full = next((layer for layer, is_narrow in enumerate(narrow) if not is_narrow), 0)
-        values["attention_k_eq_v"] = f"blk.{full}.attn_v.weight" not in header.tensors
 
+def _experts(metadata: Metadata, family: Gguf) -> dict[str, Any]:
+    if family.mixture is None or not metadata.scalar("expert_count"):
+        return {}
+    return {
+        "architectures": [family.mixture],
+        "num_local_experts": metadata.integer("expert_count"),
+        "num_experts_per_tok": metadata.integer("expert_used_count"),
+    }
+
+
+def _recurrence(metadata: Metadata, family: Gguf, values: Mapping[str, Any]) -> dict[str, Any]:
+    if family.recurrent is None:
+        return {}
+    return {
+        "layer_types": _recurrent_layers(metadata, family)[: values.get("num_hidden_layers", 0)],
+        **{key: _of_some_layers(metadata, _SIZES[key]) for key in _OF_LAYERS},
+    }
+
+
+def _narrow_heads(metadata: Metadata, windowed: list[bool], heads: _Heads) -> dict[str, Any]:
+    """The heads of layers with a window and of the others."""
+    full = next((layer for layer, has_window in enumerate(windowed) if not has_window), 0)
+    return {
+        **_kv_heads(metadata, windowed),
+        "full_head_dim": heads.dim,
+        "head_dim": heads.windowed_dim,
+        **_widened_layers(metadata),
+        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in metadata.header.tensors,
+    }
+
+
+def _shown_by_tensors(header: GgufHeader) -> dict[str, Any]:
+    """The keys that show in which tensors the file has."""
     embeddings = header.tensors.get("token_embd.weight")
     if embeddings is None:
         raise CheckpointError(f"{header.file}: tensor token_embd.weight is missing")
-    values["vocab_size"] = embeddings.shape[0]
-    values["tie_word_embeddings"] = "output.weight" not in header.tensors
     in_layers = {name.partition(".")[2].partition(".")[2] for name in header.tensors if name.startswith("blk.")}
-    for key, tensor in _BY_TENSORS.items():
-        values[key] = tensor in in_layers
-    values["use_parallel_residual"] = "ffn_norm.weight" not in in_layers
+    return {
+        "vocab_size": embeddings.shape[0],
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        **{key: tensor in in_layers for key, tensor in _BY_TENSORS.items()},
+        "use_parallel_residual": "ffn_norm.weight" not in in_layers,
+    }
 
-    theta = values["rope_theta"] = metadata.number("rope.freq_base", 10000.0)
-    scaling = read_scaling(metadata, scaling_tensors(header), rotated, theta)
-    if family.rotates_windows_apart and (any(narrow) or family.windowed is None):
-        local = metadata.number("rope.freq_base_swa", theta if family.window_theta is None else family.window_theta)
-        values["rope_parameters"] = {
+
+def _rotation(metadata: Metadata, family: Gguf, heads: _Heads, windowed: list[bool]) -> dict[str, Any]:
+    theta = metadata.number("rope.freq_base", 10000.0)
+    scaling = read_scaling(metadata, scaling_tensors(metadata.header), heads.rotated, theta)
+    if not family.rotates_windows_apart or not (any(windowed) or family.windowed is None):
+        return {"rope_theta": theta, "rope_scaling": scaling}
+    local = metadata.number("rope.freq_base_swa", theta if family.window_theta is None else family.window_theta)
+    return {
+        "rope_theta": theta,
+        "rope_parameters": {
             "full_attention": (scaling or {"rope_type": "default"}) | {"rope_theta": theta},
             "sliding_attention": {"rope_type": "default", "rope_theta": local},
-        }
-    else:
-        values["rope_scaling"] = scaling
+        },
+    }
 
-    values |= family.finish(values, metadata.number)
-    scored = values.get("query_pre_attn_scalar", head_dim)
+
+def _neutral(metadata: Metadata, family: Gguf, heads: _Heads, values: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """The values without effect of keys whose effect depends on the rest of the file."""
+    scale = values.get("query_pre_attn_scalar", heads.dim) ** -0.5
+    unread = {"rope.freq_base_swa": (values["rope_theta"],), "attention.scale": (0, scale)}
     same = {
-        "attention.key_length_swa": (narrow_dim,),
-        "attention.value_length_swa": (narrow_dim,),
-        "embedding_length_out": (0, hidden),
-        "rope.dimension_count_swa": (narrow_rotated,),
+        "attention.key_length_swa": (heads.windowed_dim,),
+        "attention.value_length_swa": (heads.windowed_dim,),
+        "embedding_length_out": (0, metadata.integer("embedding_length")),
+        "rope.dimension_count_swa": (heads.windowed_rotated,),
         "tensor_data_layout": ("Meta AI original pth" if family.rotates_neighbours else "reference",),
         "vocab_size": (values["vocab_size"],),
+        **{name: allowed for name, allowed in unread.items() if name not in _used(family)},
     }
-    more = {"rope.freq_base_swa": (theta,), "attention.scale": (0, scored**-0.5)}
-    same |= {name: allowed for name, allowed in more.items() if name not in used}
-    if family.mixture is not None and not has_experts:
+    if family.mixture is not None and not metadata.scalar("expert_count"):
         same["expert_used_count"] = (0,)
-    same |= family.neutral
-    metadata.check(same, without_effect=family.without_effect | (frozenset() if any(narrow) else OF_WINDOWED_LAYERS))
-    return values | _special_tokens(header)
+    return {**same, **family.neutral}
 
 
 def _used(family: Gguf) -> frozenset[str]:
@@ -243,21 +314,21 @@ def _of_some_layers(metadata: Metadata, name: str) -> int | None:
     return None if said is None else metadata.integer(name)
 
 
-def _narrow_heads(metadata: Metadata, narrow: list[bool]) -> dict[str, Any]:
+def _kv_heads(metadata: Metadata, windowed: list[bool]) -> dict[str, Any]:
     """The KV heads of layers with a window and of the others."""
     name = "attention.head_count_kv"
-    said = metadata.get(name)
-    if not isinstance(said, np.ndarray):
+    of_layers = metadata.get(name)
+    if not isinstance(of_layers, np.ndarray):
         heads = metadata.integer(name)
         return {"num_key_value_heads": heads, "full_kv_heads": heads}
-    found = {}
+    values = {}
     for key, kind in (("num_key_value_heads", True), ("full_kv_heads", False)):
-        counts = {int(count) for count, is_narrow in zip(said, narrow, strict=False) if is_narrow == kind}
-        if len(said) != len(narrow) or len(counts) > 1:
+        counts = {int(count) for count, has_window in zip(of_layers, windowed, strict=False) if has_window == kind}
+        if len(of_layers) != len(windowed) or len(counts) > 1:
             layers = f"layers {'with' if kind else 'without'} a window (attention.sliding_window_pattern)"
             raise metadata.error(name, f"one number for all {layers} is expected")
-        found[key] = counts.pop() if counts else int(said[0])
-    return found
+        values[key] = counts.pop() if counts else int(of_layers[0])
+    return values
 
 
 def _widened_layers(metadata: Metadata) -> dict[str, Any]:
