@@ -7,7 +7,7 @@ import pytest
 from max.driver import LaunchTraceEntry
 
 from paged_kv.runtime import kernel_launches
-from paged_kv.runtime.kernel_launches import Launch, kernel_of, launched
+from paged_kv.runtime.kernel_launches import Launch, kernel_label, launched
 
 KINDS = LaunchTraceEntry.OperationKind
 
@@ -52,4 +52,4 @@ def test_nothing_is_launched_where_there_is_no_gpu():
 
 @pytest.mark.parametrize("name", ["generic", "mojo_ops_transfer_gpu_append6A_3", "attention_gpu_hopper"])
 def test_another_kernel_keeps_its_name(name):
-    assert kernel_of(name) == name
+    assert kernel_label(name) == name

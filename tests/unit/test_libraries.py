@@ -16,8 +16,8 @@ from paged_kv.calls.plan import AttentionPlan
 from paged_kv.errors import ContractError, ContractTypeError, ToolchainError
 from paged_kv.options import Q_DTYPES, AttentionOptions
 from paged_kv.runtime import libraries as module
-from paged_kv.runtime.host_calls import kernel_of as kernel_of_variant
-from paged_kv.runtime.libraries import Kernel, api_libraries, kernel_of
+from paged_kv.runtime.host_calls import variant_kernel
+from paged_kv.runtime.libraries import Kernel, api_libraries, kernel_named
 from support.permissions import permissions_count
 
 check_layouts = module._check_layouts
@@ -84,10 +84,10 @@ def test_every_kernel_of_the_api_comes_along_but_for_other_outputs():
             plan = AttentionPlan(8, 2, 64, 16, q, kv, "NONE", AttentionOptions())
         except ContractTypeError:
             continue
-        asked |= {kernel_of_variant(plan.variant(op)) for op in ("attention", "masked_attention")}
+        asked |= {variant_kernel(plan.variant(op)) for op in ("attention", "masked_attention")}
     for q, kv in product(queries, DTYPES.values()):
         try:
-            asked.add(kernel_of_variant(LatentPlan(8, 64, 0, 16, 0.1, q, kv).variant()))
+            asked.add(variant_kernel(LatentPlan(8, 64, 0, 16, 0.1, q, kv).variant()))
         except ContractTypeError:
             continue
     assert asked <= shipped
@@ -99,10 +99,10 @@ def test_a_name_tells_the_kernel():
     for library in libraries:
         for kind in library.kinds:
             wanted = library.kernel(kind)
-            assert kernel_of(wanted.name) == wanted
+            assert kernel_named(wanted.name) == wanted
             assert wanted.library == library
     with pytest.raises(ContractError, match="is no kernel"):
-        kernel_of("paged_kv_other_float32")
+        kernel_named("paged_kv_other_float32")
 
 
 def test_kernels_of_a_cache_are_built_together_and_once(compiler, folder, monkeypatch):

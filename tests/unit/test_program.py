@@ -13,14 +13,14 @@ from paged_kv.graphs.ops import kernels
 from paged_kv.runtime import libraries, program_ops
 from paged_kv.runtime.graph_reading import Operation, ReadGraph, UnknownGraph, Value, Word, product
 from paged_kv.runtime.libraries import Kernel
-from paged_kv.runtime.program import Program, kernels_of, place
+from paged_kv.runtime.program import Program, graph_kernels, place
 from paged_kv.runtime.program_ops import (
     ACTIVATIONS,
     BINARY,
     CONVERTED,
     MEMBERS,
     UNARY,
-    Call,
+    KernelCall,
     Layers,
     calls_of,
     calls_of_all,
@@ -125,13 +125,13 @@ def demo_graph(monkeypatch):
     from paged_kv.engine import step
 
     graphs = []
-    monkeypatch.setattr(step, "kernels_of", lambda graph: graphs.append(graph) or [])
+    monkeypatch.setattr(step, "graph_kernels", lambda graph: graphs.append(graph) or [])
     demo_libraries()
     return graphs[0]
 
 
 def test_the_demo_calls_two_libraries(demo_graph):
-    kernels = kernels_of(demo_graph)
+    kernels = graph_kernels(demo_graph)
     assert {kernel.library.file for kernel in kernels} == {"layers_float32", "pages_float32_float32"}
     assert len(demo_graph.outputs) == 1
     assert demo_graph.weights
@@ -141,7 +141,11 @@ def test_the_demo_calls_two_libraries(demo_graph):
 def test_the_numbers_of_calls_lie_one_after_the_other():
     program = Program.__new__(Program)
     kernel = Kernel("linear", ("float32", "float32"))
-    program.calls = [Call(kernel, [MEMBERS, Word(2), T], [Word(5), Word(6)]), Call(kernel, [Word(1, 3, "T")], [])]
+    first, second = (
+        KernelCall(kernel, [MEMBERS, Word(2), T], [Word(5), Word(6)]),
+        KernelCall(kernel, [Word(1, 3, "T")], []),
+    )
+    program.calls = [first, second]
     program.slots = []
     program._pack({kernel: 17})
     # Members, their address, the call's own numbers, then its three of threads.

@@ -20,7 +20,7 @@ from paged_kv.bench.problems import (
 )
 from paged_kv.kv_formats import CODE_DTYPES
 from paged_kv.options import NO_PAGE, AttentionOptions, stored_dtype, stored_head
-from paged_kv.runtime.host_calls import Weight, multiply
+from paged_kv.runtime.host_calls import LayerWeight, multiply
 from paged_kv.runtime.session import Runtime, default_runtime
 from paged_kv.runtime.variants import Variant
 
@@ -146,7 +146,7 @@ class OursLinear(Ours):
 
     def prepare(self, problem: LinearProblem, copies: int) -> None:
         self.memory = repeat(problem.w, copies)
-        self._x, self._weights = problem.x, [[Weight(w)] for w in self.memory]
+        self._x, self._weights = problem.x, [[LayerWeight(w)] for w in self.memory]
 
     def run(self, i: int) -> None:
         (self._y,) = multiply("linear", self._x, self._weights[i % len(self._weights)], sources=self.sources)

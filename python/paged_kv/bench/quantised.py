@@ -14,7 +14,7 @@ from paged_kv.bench.peer import repeat
 from paged_kv.bench.problems import TOLERANCE, Array, LinearProblem, Problem, bits, normal, relative_error
 from paged_kv.bench.weight_cases import ExpertCase, QuantisedCase
 from paged_kv.graphs.encodings import ENCODINGS
-from paged_kv.runtime.host_calls import Weight, multiply
+from paged_kv.runtime.host_calls import LayerWeight, multiply
 
 
 class QuantisedProblem(LinearProblem):
@@ -70,7 +70,7 @@ class OursQuantised(OursLinear):
     def prepare(self, problem: QuantisedProblem, copies: int) -> None:  # type: ignore[override]
         super().prepare(problem, copies)
         encoding = ENCODINGS.index(problem.case.encoding)
-        self._weights = [[Weight(w, encoding)] for w in self.memory]
+        self._weights = [[LayerWeight(w, encoding)] for w in self.memory]
         self._mask = 1 << encoding
 
     def run(self, i: int) -> None:
@@ -84,7 +84,7 @@ class OursExperts(Ours):
         self.memory = repeat(problem.w, copies)
         encoding = 0 if case.encoding is None else ENCODINGS.index(case.encoding)
         self._mask = 0 if case.encoding is None else 1 << encoding
-        self._x, self._stacks = problem.x, [[Weight(w, encoding)] for w in self.memory]
+        self._x, self._stacks = problem.x, [[LayerWeight(w, encoding)] for w in self.memory]
         self._experts = [problem.experts(run).reshape(-1) for run in range(case.experts // case.chosen)]
 
     def run(self, i: int) -> None:

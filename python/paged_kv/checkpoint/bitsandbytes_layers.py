@@ -68,16 +68,16 @@ class FourBits:
         if size % 2:
             raise ValueError(f"{rows} rows of {inputs} codes of 4 bits do not fill bytes")
         blocks = -(-size // BLOCK)
-        found: dict[str, Part] = {
+        tensors: dict[str, Part] = {
             "weight": (("U8",), (size // 2, 1), True),
             "weight.absmax": (("U8",) if self.nested else ("F32",), (blocks,), True),
             "weight.quant_map": (("F32",), (16,), True),
             self._state: (("U8",), (-1,), True),
         }
         if self.nested:
-            found["weight.nested_absmax"] = (("F32",), (-(-blocks // NESTED_BLOCK),), True)
-            found["weight.nested_quant_map"] = (("F32",), (256,), True)
-        return found
+            tensors["weight.nested_absmax"] = (("F32",), (-(-blocks // NESTED_BLOCK),), True)
+            tensors["weight.nested_quant_map"] = (("F32",), (256,), True)
+        return tensors
 
     def encoding(self, inputs: int) -> Encoding | None:
         """As `Packing`: None, for want of a product with a table."""
@@ -93,9 +93,9 @@ class FourBits:
         """As `Packing`."""
 
         def get(name: str) -> Array:
-            found = read(name)
-            assert found is not None
-            return found
+            tensor = read(name)
+            assert tensor is not None
+            return tensor
 
         offset = self._offset(get(self._state).tobytes(), rows, inputs)
         magnitudes, table = get("weight.absmax"), get("weight.quant_map")
@@ -113,15 +113,15 @@ class FourBits:
     def _offset(self, state: bytes, rows: int, inputs: int) -> float:
         """The offset of nested magnitudes, after sizes and shape are found as they are expected."""
         try:
-            said = json.loads(state)
-            found = [said["blocksize"], said["shape"], said["nested_blocksize"] if self.nested else NESTED_BLOCK]
-            offset = float(said["nested_offset"]) if self.nested else 0.0
+            values = json.loads(state)
+            sizes = [values["blocksize"], values["shape"], values["nested_blocksize"] if self.nested else NESTED_BLOCK]
+            offset = float(values["nested_offset"]) if self.nested else 0.0
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ValueError(f"{self._state} is no state of a layer") from None
         expected = [BLOCK, [rows, inputs], NESTED_BLOCK]
-        if found != expected or not math.isfinite(offset):
+        if sizes != expected or not math.isfinite(offset):
             names = "blocksize, shape and nested_blocksize"
-            raise ValueError(f"{self._state} has {names} {found}, expected {expected}, or an offset that is not finite")
+            raise ValueError(f"{self._state} has {names} {sizes}, expected {expected}, or an offset that is not finite")
         return offset
 
 
@@ -162,13 +162,13 @@ class EightBits:
         return GroupedWeight(codes, (scales[:, None] / 127).astype(np.float32), None)
 
 
-def bitsandbytes(said: Fields) -> FourBits | EightBits:
+def bitsandbytes(fields: Fields) -> FourBits | EightBits:
     """The layers of a `quantization_config` of "bitsandbytes"."""
-    four, eight = said.boolean("load_in_4bit", False), said.boolean("load_in_8bit", False)
+    four, eight = fields.boolean("load_in_4bit", False), fields.boolean("load_in_8bit", False)
     if four == eight:
-        raise said.error("load_in_4bit", "one of load_in_4bit and load_in_8bit is expected")
+        raise fields.error("load_in_4bit", "one of load_in_4bit and load_in_8bit is expected")
     if eight:
         return EightBits()
-    said.one_of("bnb_4bit_quant_storage", {"uint8": None})
-    kind = said.one_of("bnb_4bit_quant_type", {"fp4": "fp4", "nf4": "nf4"})
-    return FourBits(kind, said.boolean("bnb_4bit_use_double_quant", False))
+    fields.one_of("bnb_4bit_quant_storage", {"uint8": None})
+    kind = fields.one_of("bnb_4bit_quant_type", {"fp4": "fp4", "nf4": "nf4"})
+    return FourBits(kind, fields.boolean("bnb_4bit_use_double_quant", False))

@@ -76,7 +76,7 @@ def load_config(folder: Path | str) -> DecoderConfig:
     return replace(config, eos_token_ids=end_tokens(ids, config.eos_token_ids))
 
 
-def load_sampling(folder: Path, known: Mapping[str, tuple[str, float, float]]) -> dict[str, float]:
+def load_sampling(folder: Path, readable: Mapping[str, tuple[str, float, float]]) -> dict[str, float]:
     """Read the sampling defaults of a folder's `generation_config.json`: fields of `engine.Sampling` by name.
 
     With `do_sample: false`, only what greedy texts depend on.
@@ -88,23 +88,23 @@ def load_sampling(folder: Path, known: Mapping[str, tuple[str, float, float]]) -
     Raises:
         CheckpointError: a value is of a wrong type or out of range.
     """
-    given = _generation(folder)
-    with file_errors(given.file):
-        return _sampling(given, known)
+    fields = _generation(folder)
+    with file_errors(fields.file):
+        return _sampling(fields, readable)
 
 
-def _sampling(given: Fields, known: Mapping[str, tuple[str, float, float]]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for name, (kind, least, most) in known.items():
-        if given.get(name) is None:
+def _sampling(fields: Fields, readable: Mapping[str, tuple[str, float, float]]) -> dict[str, float]:
+    sampling: dict[str, float] = {}
+    for name, (kind, least, most) in readable.items():
+        if fields.get(name) is None:
             continue
         if kind == "integer":
-            found[name] = given.integer(name, None, int(most), int(least))
+            sampling[name] = fields.integer(name, None, int(most), int(least))
         else:
-            found[name] = given.number(name, None, least, most)
-    if not given.boolean("do_sample", True):
-        return {name: value for name, value in found.items() if name == "repetition_penalty"}
-    return found
+            sampling[name] = fields.number(name, None, least, most)
+    if not fields.boolean("do_sample", True):
+        return {name: value for name, value in sampling.items() if name == "repetition_penalty"}
+    return sampling
 
 
 def _generation(folder: Path) -> Fields:

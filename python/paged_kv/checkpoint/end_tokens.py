@@ -33,14 +33,14 @@ def end_tokens(
         named: Tokens that a file says to end a text.
         fill_in: Tokens that a file names by the keys of `FILL_IN_ENDS`.
     """
-    known = {ids[text] for text in _ENDS if text in ids}
+    by_text = {ids[text] for text in _ENDS if text in ids}
     for key, texts in FILL_IN_ENDS.items():
         there = [ids[text] for text in texts if text in ids]
-        known.update([fill_in[key]] if fill_in and key in fill_in else there[:1])
-    found = dict.fromkeys([*named, *sorted(known)])
+        by_text.update([fill_in[key]] if fill_in and key in fill_in else there[:1])
+    tokens = dict.fromkeys([*named, *sorted(by_text)])
     # These end a part of a message, which goes on, and a stretch of markup.
     if {"<|call|>", "<|calls|>"} & ids.keys() and {"<|return|>", "<|flush|>"} & ids.keys():
-        found.pop(ids.get("<|end|>", -1), None)
+        tokens.pop(ids.get("<|end|>", -1), None)
     if "<|tool_response>" in ids:
-        found.pop(ids.get("</s>", -1), None)
-    return tuple(found)
+        tokens.pop(ids.get("</s>", -1), None)
+    return tuple(tokens)

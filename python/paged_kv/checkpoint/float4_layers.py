@@ -77,14 +77,14 @@ class Float4Packing:
         if inputs % self.group:
             raise ValueError(f"{inputs} inputs are no multiple of groups of {self.group}")
         kind = ("U8", "F8_E8M0") if self.whole is None else ("F8_E4M3",)
-        found: dict[str, Part] = {
+        tensors: dict[str, Part] = {
             self.codes: (("U8",), (rows, inputs // 2), True),
             "weight_scale": (kind, (rows, inputs // self.group), True),
         }
         if self.whole is not None:
-            found[self.whole] = (("F32",), (), True)
+            tensors[self.whole] = (("F32",), (), True)
         unused: Part = (("F32",), (), False)
-        return found | dict.fromkeys(UNUSED, unused)
+        return tensors | dict.fromkeys(UNUSED, unused)
 
     def encoding(self, inputs: int) -> Encoding | None:
         """Return MXFP4 or NVFP4; None where rows are no whole blocks of it."""
@@ -134,8 +134,8 @@ def compressed_float4(weights: Fields, *, powers: bool) -> Float4Packing:
     return Float4Packing("compressed-tensors", "weight_packed", 16, "weight_global_scale", divides=True)
 
 
-def modelopt(said: Fields) -> Float4Packing | Float8Packing:
+def modelopt(fields: Fields) -> Float4Packing | Float8Packing:
     """The layers of a `quantization_config` of "modelopt"."""
-    if said.one_of("quant_algo", {"FP8": False, "NVFP4": True}):
+    if fields.one_of("quant_algo", {"FP8": False, "NVFP4": True}):
         return Float4Packing("ModelOpt", "weight", 16, "weight_scale_2")
     return Float8Packing("ModelOpt", None, "weight_scale")

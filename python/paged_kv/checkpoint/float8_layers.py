@@ -88,11 +88,11 @@ class Float8Packing:
         return rows if high < 0 else high, inputs if wide < 0 else wide
 
 
-def float8(said: Fields) -> Float8Packing:
+def float8(fields: Fields) -> Float8Packing:
     """The layers of a `quantization_config` of "fp8"."""
-    said.one_of("fmt", {"e4m3": None, "float8_e4m3fn": None})
-    said.one_of("activation_scheme", {"dynamic": None, "static": None})
-    return Float8Packing("FP8", _block(said, "weight_block_size"), "weight_scale_inv")
+    fields.one_of("fmt", {"e4m3": None, "float8_e4m3fn": None})
+    fields.one_of("activation_scheme", {"dynamic": None, "static": None})
+    return Float8Packing("FP8", _block(fields, "weight_block_size"), "weight_scale_inv")
 
 
 def compressed_float8(weights: Fields) -> Float8Packing:
@@ -115,10 +115,10 @@ def compressed_float8(weights: Fields) -> Float8Packing:
     return Float8Packing("compressed-tensors", block, "weight_scale")
 
 
-def _block(said: Fields, key: str) -> tuple[int, int] | None:
-    value = said.get(key)
+def _block(fields: Fields, key: str) -> tuple[int, int] | None:
+    value = fields.get(key)
     if value is None:
         return None
     if not isinstance(value, list) or len(value) != 2 or not all(type(n) is int and 0 < n < 1 << 31 for n in value):
-        raise said.error(key, "a list of two positive integers is expected")
+        raise fields.error(key, "a list of two positive integers is expected")
     return value[0], value[1]

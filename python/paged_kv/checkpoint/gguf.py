@@ -60,10 +60,10 @@ def open_gguf(file: Path | str) -> GgufCheckpoint:
     header = read_parts(file)
     with file_errors(header.file):
         find_family(header)
-        return GgufCheckpoint(replace(header, tensors=dict(_qkv_apart(header))))
+        return GgufCheckpoint(replace(header, tensors=dict(_split_qkv(header))))
 
 
-def _qkv_apart(header: GgufHeader) -> Iterator[tuple[str, GgufTensor]]:
+def _split_qkv(header: GgufHeader) -> Iterator[tuple[str, GgufTensor]]:
     """The tensors by their names, with q, k and v as three where the converter was told to write them as one
     (`--fuse-qkv`) and the family has them apart.
     """
@@ -152,9 +152,9 @@ class GgufCheckpoint:
         if tensor is None:
             raise CheckpointError(f"{self.header.file}: tensor {stored} is missing")
         matrix = len(tensor.shape) >= 2 and not name.endswith(".bias")
-        known = (*_FLOATS, *GGUF_ENCODINGS) if matrix else tuple(_FLOATS)
-        if tensor.encoding not in known:
-            problem = f"has encoding {tensor.encoding}, expected one of {', '.join(known)}"
+        encodings = (*_FLOATS, *GGUF_ENCODINGS) if matrix else tuple(_FLOATS)
+        if tensor.encoding not in encodings:
+            problem = f"has encoding {tensor.encoding}, expected one of {', '.join(encodings)}"
             if matrix:
                 problem += ": download the model's Q4_K_M, Q8_0 or Q2_K file instead"
             raise CheckpointError(f"{self.header.file}: tensor {stored} {problem}")
@@ -162,19 +162,22 @@ class GgufCheckpoint:
 
     def _check_shapes(self, expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, GgufTensor]) -> None:
         for name, shape in expected.items():
-            found = tensors[name]
-            if found.shape != shape and not _is_folded(name, found.shape, shape):
-                problem = f"has shape {list(found.shape)}, expected {list(shape)}"
-                raise CheckpointError(f"{self.header.file}: tensor {printable(found.name)} {problem}")
-        known = {*(tensor.name for tensor in tensors.values()), *scaling_tensors(self.header)}
-        known |= {find_family(self.header).tensor(name) for name in unused_tensors(self.config)}
+            tensor = tensors[name]
+            if tensor.shape != shape and not _is_folded(name, tensor.shape, shape):
+                problem = f"has shape {list(tensor.shape)}, expected {list(shape)}"
+                raise CheckpointError(f"{self.header.file}: tensor {printable(tensor.name)} {problem}")
+        used = {*(tensor.name for tensor in tensors.values()), *scaling_tensors(self.header)}
+        used |= {find_family(self.header).tensor(name) for name in unused_tensors(self.config)}
         for tensor in tensors.values():
             if tensor.encoding == "NVFP4":
-                known |= {_beside(tensor, "scale"), _beside(tensor, "input_scale")}  # the latter is for x of 4 bits
+                used |= {
+                    _companion(tensor, "scale"),
+                    _companion(tensor, "input_scale"),
+                }  # the latter is for x of 4 bits
         layers = self.config.num_hidden_layers
         drafts = tuple(f"blk.{layers + index}." for index in range(self.config.draft_layers))
         for name in self.header.tensors:
-            if name not in known and not name.startswith(drafts):
+            if name not in used and not name.startswith(drafts):
                 raise CheckpointError(
                     f"{self.header.file}: tensor {printable(name)} is no part of the model of the metadata"
                 )
@@ -184,15 +187,13 @@ class GgufCheckpoint:
         if encoding != "NVFP4":
             self._check_scales(tensor, encoding)
             return tensor.data
-        beside = self.header.tensors.get(_beside(tensor, "scale"))
+        scale = self.header.tensors.get(_companion(tensor, "scale"))
         number, experts = np.ones((), np.float32), tensor.shape[:-2]
-        if beside is not None:
-            if beside.encoding != "F32" or beside.shape not in ((1,), experts):
-                problem = f"has encoding {beside.encoding} and shape {list(beside.shape)}"
-                raise CheckpointError(
-                    f"{self.header.file}: tensor {printable(beside.name)} {problem}, one F32 expected"
-                )
-            number = beside.data.view(np.float32).reshape(experts if beside.shape == experts else ())
+        if scale is not None:
+            if scale.encoding != "F32" or scale.shape not in ((1,), experts):
+                problem = f"has encoding {scale.encoding} and shape {list(scale.shape)}"
+                raise CheckpointError(f"{self.header.file}: tensor {printable(scale.name)} {problem}, one F32 expected")
+            number = scale.data.view(np.float32).reshape(experts if scale.shape == experts else ())
         try:
             return nvfp4.with_number(tensor.data, number)
         except ValueError as error:
@@ -236,15 +237,15 @@ class GgufCheckpoint:
             return np.ascontiguousarray(values.astype(numpy_dtype(dtype), copy=False))
 
 
-def _is_folded(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+def _is_folded(name: str, stored: tuple[int, ...], expected: tuple[int, ...]) -> bool:
     """Return whether a file has the elements of a tensor in other dimensions: a layer of one output, a number of each
     head, a norm of groups.
     """
-    same = math.prod(found) == math.prod(expected)
-    return same and (1 in (*found, *expected) or name.endswith("mamba.norm.weight"))
+    same = math.prod(stored) == math.prod(expected)
+    return same and (1 in (*stored, *expected) or name.endswith("mamba.norm.weight"))
 
 
-def _beside(tensor: GgufTensor, name: str) -> str:
+def _companion(tensor: GgufTensor, name: str) -> str:
     """The name of a tensor that says something of another."""
     return f"{tensor.name.removesuffix('weight')}{name}"
 

@@ -56,8 +56,8 @@ def find_family(header: GgufHeader) -> Gguf:
     """
     name = header.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in GGUF_FAMILIES:
-        known = ", ".join(GGUF_FAMILIES)
-        raise CheckpointError(f"{header.file}: general.architecture = {printable(name)}: none of {known}")
+        names = ", ".join(GGUF_FAMILIES)
+        raise CheckpointError(f"{header.file}: general.architecture = {printable(name)}: none of {names}")
     return GGUF_FAMILIES[name]
 
 
@@ -288,15 +288,15 @@ def _windowed_layers(metadata: Metadata, family: Gguf) -> list[bool]:
 def _recurrent_layers(metadata: Metadata, family: Gguf) -> list[str]:
     """The type of each layer, those that draft tokens included."""
     layers, name = metadata.integer("block_count", most=MAX_LAYERS), "attention.recurrent_layers"
-    said, of_layers = metadata.get(name), metadata.get("attention.head_count_kv")
-    if said is None and isinstance(of_layers, np.ndarray):
-        name, said = "attention.head_count_kv", of_layers == 0
-    elif said is None:
+    recurrent, of_layers = metadata.get(name), metadata.get("attention.head_count_kv")
+    if recurrent is None and isinstance(of_layers, np.ndarray):
+        name, recurrent = "attention.head_count_kv", of_layers == 0
+    elif recurrent is None:
         interval = metadata.integer("full_attention_interval", 4)
-        said = np.arange(1, layers + 1) % interval != 0
-    if not isinstance(said, np.ndarray) or said.size != layers or said.dtype.kind not in "biu":
+        recurrent = np.arange(1, layers + 1) % interval != 0
+    if not isinstance(recurrent, np.ndarray) or recurrent.size != layers or recurrent.dtype.kind not in "biu":
         raise metadata.error(name, f"a list of block_count = {layers} entries is expected")
-    types = [family.recurrent or "" if is_recurrent else "full_attention" for is_recurrent in said]
+    types = [family.recurrent or "" if is_recurrent else "full_attention" for is_recurrent in recurrent]
     inner = metadata.get("feed_forward_length")
     if family.lone and isinstance(inner, np.ndarray) and inner.size == layers:
         types = ["mlp" if width else kind for width, kind in zip(inner, types, strict=True)]
@@ -305,13 +305,13 @@ def _recurrent_layers(metadata: Metadata, family: Gguf) -> list[str]:
 
 def _of_some_layers(metadata: Metadata, name: str) -> int | None:
     """A number of the layers where it is not 0; None where the file does not say."""
-    said = metadata.get(name)
-    if isinstance(said, np.ndarray):
-        counts = set(said.tolist()) - {0}
+    value = metadata.get(name)
+    if isinstance(value, np.ndarray):
+        counts = set(value.tolist()) - {0}
         if len(counts) > 1:
             raise metadata.error(name, "one number and 0 are expected")
         return int(counts.pop()) if counts else None
-    return None if said is None else metadata.integer(name)
+    return None if value is None else metadata.integer(name)
 
 
 def _kv_heads(metadata: Metadata, windowed: list[bool]) -> dict[str, Any]:
@@ -335,14 +335,14 @@ def _widened_layers(metadata: Metadata) -> dict[str, Any]:
     """The inner dimension of MLPs, and whether it is twice that in the layers that share K and V."""
     layers, name = metadata.integer("block_count", most=MAX_LAYERS), "feed_forward_length"
     shared = metadata.integer("attention.shared_kv_layers", 0, least=0)
-    said = metadata.get(name)
-    if not isinstance(said, np.ndarray):
+    widths = metadata.get(name)
+    if not isinstance(widths, np.ndarray):
         return {"intermediate_size": metadata.integer(name), "num_kv_shared_layers": shared}
-    inner, own = int(said[0]) if said.size else 0, layers - shared
+    inner, own = int(widths[0]) if widths.size else 0, layers - shared
     usual, wide = [inner] * layers, [inner * (1 if layer < own else 2) for layer in range(layers)]
-    if said.tolist() not in (usual, wide):
+    if widths.tolist() not in (usual, wide):
         raise metadata.error(name, f"twice as much in the last {shared} layers, or the same in all, is expected")
-    is_wide = said.tolist() != usual
+    is_wide = widths.tolist() != usual
     return {"intermediate_size": inner, "num_kv_shared_layers": shared, "use_double_wide_mlp": is_wide}
 
 
@@ -350,8 +350,8 @@ def _special_tokens(header: GgufHeader) -> dict[str, Any]:
     """`bos_token_id`, and as `eos_token_id` the tokens that end a text, as far as they are named or known by text."""
     names = ("bos", "eos", "eot", "eom", *FILL_IN_ENDS)
     metadata = Metadata(header, "tokenizer.ggml", [f"{name}_token_id" for name in names])
-    said = {name: metadata.scalar(f"{name}_token_id") for name in names}
-    said = {name: token for name, token in said.items() if token is not None}
-    said = {key.removesuffix("_token_id"): token for key, token in default_ids(header).items()} | said
-    named = [said[name] for name in ("eos", "eot", "eom") if name in said]
-    return {"bos_token_id": said.get("bos"), "eos_token_id": list(end_tokens(end_texts(header), named, said)) or None}
+    ids = {name: metadata.scalar(f"{name}_token_id") for name in names}
+    ids = {name: token for name, token in ids.items() if token is not None}
+    ids = {key.removesuffix("_token_id"): token for key, token in default_ids(header).items()} | ids
+    named = [ids[name] for name in ("eos", "eot", "eom") if name in ids]
+    return {"bos_token_id": ids.get("bos"), "eos_token_id": list(end_tokens(end_texts(header), named, ids)) or None}

@@ -24,11 +24,11 @@ _NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
 
 def first_parts(files: Iterable[Path]) -> list[Path]:
     """`files` with one file for all parts of a model: its first, or the first of those that are there."""
-    found: dict[object, Path] = {}
+    models: dict[object, Path] = {}
     for file in sorted(files):
         name = _NAME.fullmatch(file.name)
-        found.setdefault((name["stem"], name["count"]) if name else file, file)
-    return list(found.values())
+        models.setdefault((name["stem"], name["count"]) if name else file, file)
+    return list(models.values())
 
 
 def read_parts(file: Path | str) -> GgufHeader:
@@ -40,7 +40,7 @@ def read_parts(file: Path | str) -> GgufHeader:
     """
     path = checkpoint_path(file)
     header = read_header(path)
-    count = _said(header, _COUNT, default=1)
+    count = _integer(header, _COUNT, default=1)
     if count == 1:
         _check_part(header, 0, 1)
         if _TENSORS in header.metadata:
@@ -73,9 +73,9 @@ def read_parts(file: Path | str) -> GgufHeader:
 def _check_part(header: GgufHeader, number: int, count: int) -> None:
     """The file is the part that its place says."""
     for key, expected, default in ((_COUNT, count, 1), (_NUMBER, number, 0 if count == 1 else None)):
-        found = _said(header, key, default)
-        if found != expected:
-            raise CheckpointError(f"{header.file}: {key} = {found}, expected {expected}")
+        stored = _integer(header, key, default)
+        if stored != expected:
+            raise CheckpointError(f"{header.file}: {key} = {stored}, expected {expected}")
 
 
 def _check_same_model(first: GgufHeader, other: GgufHeader) -> None:
@@ -99,12 +99,12 @@ def _same(one: object, other: object) -> bool:
 
 
 def _check_tensors(header: GgufHeader, tensors: Mapping[str, GgufTensor]) -> None:
-    total = _said(header, _TENSORS)
+    total = _integer(header, _TENSORS)
     if total != len(tensors):
         raise CheckpointError(f"{header.file}: {_TENSORS} = {total}, but the model has {len(tensors)} tensors")
 
 
-def _said(header: GgufHeader, key: str, default: int | None = None) -> int:
+def _integer(header: GgufHeader, key: str, default: int | None = None) -> int:
     value = header.metadata.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < (1 if key == _COUNT else 0):
         raise CheckpointError(f"{header.file}: {key} = {shown(value)}: a number of parts or tensors is expected")

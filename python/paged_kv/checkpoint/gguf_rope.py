@@ -20,14 +20,14 @@ _LONG_ROPE = tuple(LONG_ROPE.values())
 _MAX_DIVISOR = 1e9
 
 
-def rope_tensors(metadata: Metadata, known: Sequence[str]) -> tuple[str, ...]:
+def rope_tensors(metadata: Metadata, allowed: Sequence[str]) -> tuple[str, ...]:
     """The file's tensors that are a part of its scaling, of those that its family may have."""
-    found = tuple(name for name in known if name in metadata.header.tensors)
-    if not set(known).issuperset((FREQUENCIES, *_LONG_ROPE)):
-        return found
+    present = tuple(name for name in allowed if name in metadata.header.tensors)
+    if not set(allowed).issuperset((FREQUENCIES, *_LONG_ROPE)):
+        return present
     # With both kinds llama.cpp goes by the type.
     kind = _LONG_ROPE if metadata.scalar("rope.scaling.type") == "longrope" else (FREQUENCIES,)
-    return tuple(name for name in found if name in kind)
+    return tuple(name for name in present if name in kind)
 
 
 def read_scaling(metadata: Metadata, tensors: Sequence[str], rotated: int, theta: float) -> dict[str, Any] | None:

@@ -56,20 +56,20 @@ def has_vocabulary(header: GgufHeader) -> bool:
 
 def default_ids(header: GgufHeader) -> dict[str, int]:
     """The tokens that begin and end a text by their keys, where the file does not name them: those that it has."""
-    found = header.metadata.get(f"{_PREFIX}tokens")
-    if header.metadata.get(f"{_PREFIX}model") != "llama" or not isinstance(found, Strings):
+    tokens = header.metadata.get(f"{_PREFIX}tokens")
+    if header.metadata.get(f"{_PREFIX}model") != "llama" or not isinstance(tokens, Strings):
         return {}
-    return {key: token for key, token in _LLAMA_IDS.items() if token < found.count}
+    return {key: token for key, token in _LLAMA_IDS.items() if token < tokens.count}
 
 
 def end_texts(header: GgufHeader) -> dict[str, int]:
     """The tokens of the file that may end a text by what they are called: their ids by their texts."""
-    found = header.metadata.get(f"{_PREFIX}tokens")
-    if not isinstance(found, Strings):
+    tokens = header.metadata.get(f"{_PREFIX}tokens")
+    if not isinstance(tokens, Strings):
         return {}
-    wanted = {text.encode(): text for text in END_TEXTS}
-    there = wanted.keys() & set(found.all)
-    return {wanted[raw]: index for index, raw in enumerate(found.all) if raw in there} if there else {}
+    by_bytes = {text.encode(): text for text in END_TEXTS}
+    there = by_bytes.keys() & set(tokens.all)
+    return {by_bytes[raw]: index for index, raw in enumerate(tokens.all) if raw in there} if there else {}
 
 
 def make_tokenizer(header: GgufHeader) -> tokenizers.Tokenizer:
@@ -91,8 +91,8 @@ class _Vocabulary:
         self._header = header
         self.kind = self._value("model")
         if self.kind not in _KINDS:
-            known = " and ".join(f'"{kind}"' for kind in _KINDS)
-            raise self._error("model", self.kind, f"only {known} are made into a tokenizer.json")
+            kinds = " and ".join(f'"{kind}"' for kind in _KINDS)
+            raise self._error("model", self.kind, f"only {kinds} are made into a tokenizer.json")
         self.tokens = self._tokens()
         self.types = self._types()
         # Empty tokens stand for ids that nothing gives.
@@ -179,14 +179,14 @@ class _Vocabulary:
         )
 
     def _tokens(self) -> list[str]:
-        found = self._value("tokens")
-        if not isinstance(found, Strings):
-            raise self._error("tokens", found, "an array of strings is expected")
+        strings = self._value("tokens")
+        if not isinstance(strings, Strings):
+            raise self._error("tokens", strings, "an array of strings is expected")
         embeddings = self._header.tensors.get("token_embd.weight")
-        if embeddings is not None and found.count > embeddings.shape[0]:
-            raise self._error("tokens", found.count, f"there are embeddings of {embeddings.shape[0]} tokens")
-        tokens = self._texts("tokens", found)
-        for index, raw in enumerate(found.all):
+        if embeddings is not None and strings.count > embeddings.shape[0]:
+            raise self._error("tokens", strings.count, f"there are embeddings of {embeddings.shape[0]} tokens")
+        tokens = self._texts("tokens", strings)
+        for index, raw in enumerate(strings.all):
             if len(raw) > _LONGEST_TOKEN:
                 raise self._error("tokens", f"token {index}", f"it has {len(raw)} bytes")
         before = set[str]()
@@ -197,24 +197,26 @@ class _Vocabulary:
         return tokens
 
     def _types(self) -> list[int]:
-        found = self._numbers("token_type", "iu")
-        if found is None:
+        stored = self._numbers("token_type", "iu")
+        if stored is None:
             return [_NORMAL] * len(self.tokens)
-        if not np.all((found >= 0) & (found <= _BYTE)):
-            raise self._error("token_type", int(found[(found < 0) | (found > _BYTE)][0]), f"0 to {_BYTE} are expected")
-        types: list[int] = found.tolist()
+        if not np.all((stored >= 0) & (stored <= _BYTE)):
+            raise self._error(
+                "token_type", int(stored[(stored < 0) | (stored > _BYTE)][0]), f"0 to {_BYTE} are expected"
+            )
+        types: list[int] = stored.tolist()
         return types
 
     def _merges(self) -> list[tuple[str, str]]:
-        found = self._value("merges")
-        if not isinstance(found, Strings):
-            raise self._error("merges", found, "an array of strings is expected")
+        strings = self._value("merges")
+        if not isinstance(strings, Strings):
+            raise self._error("merges", strings, "an array of strings is expected")
         # Each token can be made in as many ways as it can be cut in two.
         most = sum(max(len(token) - 1, 0) for token in self.tokens)
-        if found.count > most:
-            raise self._error("merges", found.count, f"the tokens can be made in {most} ways")
+        if strings.count > most:
+            raise self._error("merges", strings.count, f"the tokens can be made in {most} ways")
         merges: dict[tuple[str, str], None] = {}
-        for index, text in enumerate(self._texts("merges", found)):
+        for index, text in enumerate(self._texts("merges", strings)):
             at = text.find(" ", 1)
             pair = text[:at], text[at + 1 :]
             if at > 0 and " " in pair[1]:  # no text has it: a space is another character there
@@ -235,7 +237,7 @@ class _Vocabulary:
             scores = np.zeros(len(self.tokens), np.float64)
         if not np.isfinite(scores).all():
             raise self._error("scores", float(scores[~np.isfinite(scores)][0]), "finite numbers are expected")
-        found: list[tuple[float, int, int, int, int]] = []
+        merges: list[tuple[float, int, int, int, int]] = []
         ids, tokens = self.ids, self.tokens
         for token, kind, score in zip(tokens, self.types, scores.tolist(), strict=True):
             if kind in (_UNKNOWN, _CONTROL, _BYTE):  # a text never becomes one of these
@@ -245,10 +247,10 @@ class _Vocabulary:
                 if left is not None:
                     right = ids.get(token[cut:])
                     if right is not None:
-                        found.append((-score, -cut, cut - len(token), left, right))
+                        merges.append((-score, -cut, cut - len(token), left, right))
         # Python's sort keeps the order of equals: that of the tokens.
-        found.sort(key=lambda merge: merge[:3])
-        return [(tokens[left], tokens[right]) for *_, left, right in found]
+        merges.sort(key=lambda merge: merge[:3])
+        return [(tokens[left], tokens[right]) for *_, left, right in merges]
 
     def _added(self) -> Iterator[tokenizers.AddedToken]:
         """The tokens that a text is cut at, before anything else: those that end a text are, whatever their types."""

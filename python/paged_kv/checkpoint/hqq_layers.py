@@ -76,11 +76,13 @@ class HqqPacking:
             raise ValueError(f"{high} rows of {wide} integers are no multiple of the {parts} in a byte")
         dtype = "I32" if self.bits == 3 else "U8"
         numbers: Part = (FLOATS, (groups, 1) if self.axis else (1, groups), True)
-        found: dict[str, Part] = {"W_q": ((dtype,), (math.ceil(high / parts), wide), True)}
-        found |= {"scale": numbers, "zero": numbers}
-        found |= dict.fromkeys(_REPEATED, (("I32", "I64"), (), False))
+        tensors: dict[str, Part] = {"W_q": ((dtype,), (math.ceil(high / parts), wide), True)}
+        tensors |= {"scale": numbers, "zero": numbers}
+        tensors |= dict.fromkeys(_REPEATED, (("I32", "I64"), (), False))
         integers = ("U8", "I32", "I64")
-        return found | dict.fromkeys(_LISTS, (integers, (-1,), False)) | dict.fromkeys(_SWITCHES, (integers, (), False))
+        return (
+            tensors | dict.fromkeys(_LISTS, (integers, (-1,), False)) | dict.fromkeys(_SWITCHES, (integers, (), False))
+        )
 
     def encoding(self, inputs: int) -> Encoding | None:
         """Return Q4_1 where 4 bits lie in groups of whole blocks along a row, else None: it is dequantised."""
@@ -118,12 +120,12 @@ class HqqPacking:
         return ((groups, self.group) if self.axis else (self.group, groups)), groups
 
 
-def hqq(said: Fields) -> HqqPacking:
+def hqq(fields: Fields) -> HqqPacking:
     """`quantization_config` of "hqq": one kind of layer for all."""
-    config = said.section("quant_config")
+    config = fields.section("quant_config")
     weights = None if config is None else config.section("weight_quant_params")
     if config is None or weights is None:
-        raise said.error("quant_config", "weight_quant_params of all layers are expected")
+        raise fields.error("quant_config", "weight_quant_params of all layers are expected")
     for key in ("scale_quant_params", "zero_quant_params"):
         config.refuse(key, "scales that are quantised themselves are not supported")
     weights.refuse("view_as_float", "is not supported")

@@ -97,17 +97,17 @@ def _weights(name: str, files: Sequence[str], tag: str, snapshot: Path) -> list[
         return shards_of(snapshot / INDEX_FILE)
     by_stem = _gguf_models(files)
     if tag:
-        found = [stem for stem in by_stem if re.search(rf"(?:^|[-._]){re.escape(tag)}$", stem, re.IGNORECASE)]
+        stems = [stem for stem in by_stem if re.search(rf"(?:^|[-._]){re.escape(tag)}$", stem, re.IGNORECASE)]
     else:
-        found = list(by_stem) if len(by_stem) == 1 else [stem for stem in by_stem if _tag(stem) == DEFAULT_TAG]
-    found = [stem for stem in found if len(stem) == min(map(len, found))]  # `Q4_K_M` before `UD-Q4_K_M`
-    if len(found) == 1:
-        return by_stem[found[0]]
+        stems = list(by_stem) if len(by_stem) == 1 else [stem for stem in by_stem if _tag(stem) == DEFAULT_TAG]
+    stems = [stem for stem in stems if len(stem) == min(map(len, stems))]  # `Q4_K_M` before `UD-Q4_K_M`
+    if len(stems) == 1:
+        return by_stem[stems[0]]
     if not by_stem:
         kinds = f"no GGUF file, which :{tag} asks for" if tag else "neither safetensors of a model nor a GGUF file"
         raise CheckpointError(f"{name}: the hub's repository has {kinds}")
     tags = ", ".join(sorted({_tag(stem) or stem for stem in by_stem}))
-    which = f"{'no' if not found else len(found)} GGUF file{'s' * bool(found)} {tag or DEFAULT_TAG}"
+    which = f"{'no' if not stems else len(stems)} GGUF file{'s' * bool(stems)} {tag or DEFAULT_TAG}"
     raise CheckpointError(f"{name}: the hub's repository has {which}; name one of {tags} behind a colon")
 
 
@@ -130,8 +130,8 @@ def _gguf_models(files: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _tag(stem: str) -> str:
-    found = _TAG.search(stem)
-    return found[1].upper() if found else ""
+    match = _TAG.search(stem)
+    return match[1].upper() if match else ""
 
 
 def _model(snapshot: Path, weights: Sequence[str]) -> Path:
@@ -160,5 +160,5 @@ def _reason(name: str, error: Exception) -> str:
         return f"{name}: no such folder or file, and no such model at {hub}, unless it is private: `hf auth login`"
     if isinstance(error, errors.OfflineModeIsEnabled):
         return f"{name}: no such folder or file, not in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set"
-    said = printable((str(error).strip().splitlines() or [""])[0])
-    return f"{name}: no such folder or file, and it cannot be had from {hub}: {type(error).__name__}: {said}"
+    message = printable((str(error).strip().splitlines() or [""])[0])
+    return f"{name}: no such folder or file, and it cannot be had from {hub}: {type(error).__name__}: {message}"

@@ -148,12 +148,12 @@ class IntegerPacking:
         if rows % each or (self.method == "GPTQ" and inputs % each):
             raise ValueError(f"{rows} rows of {inputs} codes of {self.bits} bits do not fill int32")
         codes = (inputs // each, rows) if self.method == "GPTQ" else (inputs, rows // each)
-        found: dict[str, Part] = {
+        tensors: dict[str, Part] = {
             "qweight": (ints, codes, True),
             "qzeros": (ints, (groups, rows // each), True),
             "scales": (floats, (groups, rows), True),
         }
-        return found | ({"g_idx": (ints, (inputs,), False)} if self.method == "GPTQ" else {})
+        return tensors | ({"g_idx": (ints, (inputs,), False)} if self.method == "GPTQ" else {})
 
     def encoding(self, inputs: int) -> Encoding | None:
         """As `Packing`: None where groups are no multiples of 32 inputs, or not in order."""
@@ -175,9 +175,9 @@ class IntegerPacking:
         """As `Packing`; a ValueError too where `g_idx` is no order of whole groups."""
 
         def get(name: str) -> Array:
-            found = read(name)
-            assert found is not None
-            return found
+            tensor = read(name)
+            assert tensor is not None
+            return tensor
 
         group, half = self.group or inputs, 1 << (self.bits - 1)
         index = None
@@ -214,18 +214,18 @@ class IntegerPacking:
         return GroupedWeight(codes, np.ascontiguousarray(scales), zeros, order)
 
 
-def gptq(said: Fields) -> IntegerPacking:
+def gptq(fields: Fields) -> IntegerPacking:
     """The layers of a `quantization_config` of GPTQ."""
-    said.refuse("dynamic", "layers of different bits are not supported")
-    zero_offset = said.one_of("checkpoint_format", {"gptq": 1, "gptq_v2": 0})
+    fields.refuse("dynamic", "layers of different bits are not supported")
+    zero_offset = fields.one_of("checkpoint_format", {"gptq": 1, "gptq_v2": 0})
     group, symmetric, reordered = (
-        _group(said, "group_size"),
-        said.boolean("sym", False),
-        said.boolean("desc_act", False),
+        _group(fields, "group_size"),
+        fields.boolean("sym", False),
+        fields.boolean("desc_act", False),
     )
     return IntegerPacking(
         "GPTQ",
-        _bits(said, "bits", (4, 8)),
+        _bits(fields, "bits", (4, 8)),
         group,
         zero_offset=zero_offset,
         symmetric=symmetric,
@@ -233,20 +233,20 @@ def gptq(said: Fields) -> IntegerPacking:
     )
 
 
-def awq(said: Fields) -> IntegerPacking:
+def awq(fields: Fields) -> IntegerPacking:
     """The layers of a `quantization_config` of AWQ."""
-    said.one_of("version", {"gemm": None, "GEMM": None})
-    if not said.boolean("zero_point", True):
-        raise said.error("zero_point", "layers without zeros are not supported")
-    bits, group = ("bits" if said.get("bits") is not None else "w_bit"), "group_size"
+    fields.one_of("version", {"gemm": None, "GEMM": None})
+    if not fields.boolean("zero_point", True):
+        raise fields.error("zero_point", "layers without zeros are not supported")
+    bits, group = ("bits" if fields.get("bits") is not None else "w_bit"), "group_size"
     return IntegerPacking(
-        "AWQ", _bits(said, bits, (4,)), _group(said, group if said.get(group) is not None else "q_group_size")
+        "AWQ", _bits(fields, bits, (4,)), _group(fields, group if fields.get(group) is not None else "q_group_size")
     )
 
 
-def compressed_integers(said: Fields, weights: Fields, inputs: Fields | None) -> IntegerPacking:
+def compressed_integers(fields: Fields, weights: Fields, inputs: Fields | None) -> IntegerPacking:
     """compressed-tensors' `format` "pack-quantized" or "int-quantized"; `weights` and `inputs` are of its one group."""
-    packed = said.get("format") == "pack-quantized"
+    packed = fields.get("format") == "pack-quantized"
     if inputs is not None and not inputs.boolean("dynamic"):
         raise inputs.error("dynamic", "activations with stored scales are not supported")
     weights.one_of("type", {"int": None})
@@ -258,15 +258,15 @@ def compressed_integers(said: Fields, weights: Fields, inputs: Fields | None) ->
     return IntegerPacking("compressed-tensors", bits, size, symmetric=symmetric, packed=packed, reordered=reordered)
 
 
-def _bits(said: Fields, key: str, known: tuple[int, ...]) -> int:
-    bits = said.integer(key)
-    if bits not in known:
-        raise said.error(key, f"only {' and '.join(map(str, known))} are supported")
+def _bits(fields: Fields, key: str, legal: tuple[int, ...]) -> int:
+    bits = fields.integer(key)
+    if bits not in legal:
+        raise fields.error(key, f"only {' and '.join(map(str, legal))} are supported")
     return bits
 
 
-def _group(said: Fields, key: str) -> int | None:
-    return None if said.get(key) == -1 else said.integer(key)
+def _group(fields: Fields, key: str) -> int | None:
+    return None if fields.get(key) == -1 else fields.integer(key)
 
 
 def _fields(packed: Array, bits: int) -> npt.NDArray[np.uint8]:

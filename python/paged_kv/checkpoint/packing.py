@@ -27,7 +27,7 @@ Facts = tuple[str, tuple[int, ...]]
 """A stored tensor's dtype, as safetensors names it, and its shape."""
 
 
-class Weight(Protocol):
+class PackedWeight(Protocol):
     """A weight `[N, K]` as it is stored."""
 
     def dequantised(self) -> npt.NDArray[np.float32]:
@@ -61,7 +61,7 @@ class Packing(Protocol):
     def codes_name(self) -> str:
         """The tensor that tells a quantised layer."""
 
-    def unpack(self, rows: int, inputs: int, read: Callable[[str], Array | None]) -> Weight:
+    def unpack(self, rows: int, inputs: int, read: Callable[[str], Array | None]) -> PackedWeight:
         """A layer from its tensors, which have the shapes of `tensors`; `read` gives None for one that is not there.
 
         Raises:
@@ -75,8 +75,8 @@ def read_packing(fields: Fields) -> Packing | None:
     Raises:
         CheckpointError: the method, or one of its options, is not read here; the message names key and value.
     """
-    said = fields.section("quantization_config")
-    if said is None:
+    section = fields.section("quantization_config")
+    if section is None:
         return None
     methods: Mapping[str, Callable[[Fields], Packing]] = {
         "gptq": gptq,
@@ -87,21 +87,21 @@ def read_packing(fields: Fields) -> Packing | None:
         "bitsandbytes": bitsandbytes,
         "hqq": hqq,
     }
-    method = said.get("quant_method")
+    method = section.get("quant_method")
     if method == "mxfp4":  # of experts alone: the family's file says whether it has them
         return None
     if not isinstance(method, str) or method not in methods:
-        known = ", ".join(f'"{name}"' for name in methods)
-        raise fields.error("quantization_config", f"quantized checkpoints are not supported, but for {known}")
-    return methods[method](said)
+        names = ", ".join(f'"{name}"' for name in methods)
+        raise fields.error("quantization_config", f"quantized checkpoints are not supported, but for {names}")
+    return methods[method](section)
 
 
-def _compressed(said: Fields) -> Packing:
+def _compressed(fields: Fields) -> Packing:
     kinds = {"pack-quantized": "int", "int-quantized": "int", "float-quantized": "float8"}
-    kind = said.one_of("format", kinds | {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4"})
-    groups = said.section("config_groups")
+    kind = fields.one_of("format", kinds | {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4"})
+    groups = fields.section("config_groups")
     if groups is None or len(groups.values) != 1:
-        raise said.error("config_groups", "one group of layers is supported")
+        raise fields.error("config_groups", "one group of layers is supported")
     (name,) = groups.values
     group = groups.section(name)
     weights = group.section("weights") if group is not None else None
@@ -109,7 +109,7 @@ def _compressed(said: Fields) -> Packing:
         raise groups.error(name, "an object with weights is expected")
     inputs = group.section("input_activations")
     if kind == "int":
-        return compressed_integers(said, weights, inputs)
+        return compressed_integers(fields, weights, inputs)
     return compressed_float8(weights) if kind == "float8" else compressed_float4(weights, powers=kind == "mxfp4")
 
 
@@ -125,7 +125,7 @@ def check_layer(
         expected = packing.tensors(rows, inputs)
     except ValueError as error:
         raise CheckpointError(f"{origin}: layer {name}: {error}") from None
-    found = set()
+    present = set()
     for part, (dtypes, shape, required) in expected.items():
         tensor = f"{name}.{part}"
         facts = tensors.get(tensor)
@@ -138,8 +138,8 @@ def check_layer(
             raise CheckpointError(f"{origin}: tensor {tensor} has dtype {dtype}, expected {' or '.join(dtypes)}")
         if not _fits(stored, shape):
             raise CheckpointError(f"{origin}: tensor {tensor} has shape {list(stored)}, expected {list(shape)}")
-        found.add(tensor)
-    return found
+        present.add(tensor)
+    return present
 
 
 def _fits(stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:

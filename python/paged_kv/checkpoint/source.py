@@ -47,13 +47,13 @@ class Source:
                 return make_tokenizer(header), header.file
         return read_tokenizer(file, self.config.vocab_size), file
 
-    def sampling(self, known: Mapping[str, tuple[str, float, float]]) -> dict[str, float]:
+    def sampling(self, readable: Mapping[str, tuple[str, float, float]]) -> dict[str, float]:
         """Return how tokens are chosen where a request does not say it: as `load_sampling`; GGUF has no words for it.
 
         Raises:
             CheckpointError: a value of the folder's generation_config.json is bad.
         """
-        return {} if isinstance(self.checkpoint, GgufCheckpoint) else load_sampling(self.folder, known)
+        return {} if isinstance(self.checkpoint, GgufCheckpoint) else load_sampling(self.folder, readable)
 
     def on(self, device: DeviceRef) -> Source:
         """The model as it runs on a device: GPUs multiply no blocks, so a folder's packed layers are dequantised."""

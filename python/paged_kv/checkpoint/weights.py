@@ -30,7 +30,7 @@ from paged_kv.arrays.dtypes import numpy_dtype
 from paged_kv.checkpoint import mxfp4
 from paged_kv.checkpoint.config import checkpoint_folder
 from paged_kv.checkpoint.file_errors import file_errors
-from paged_kv.checkpoint.packing import Packing, Weight, check_layer
+from paged_kv.checkpoint.packing import PackedWeight, Packing, check_layer
 from paged_kv.errors import CheckpointError
 from paged_kv.files import open_regular, path_of, read_regular
 from paged_kv.graphs.encodings import Encoding, row_bytes
@@ -124,15 +124,15 @@ class Checkpoint:
         """The weights of `expected_tensors(config)` that are put into blocks, by what files' headers say."""
         if self.packing is None:
             return ()
-        assembled, found = assembled_tensors(config, self.tensors), []
+        assembled, in_blocks = assembled_tensors(config, self.tensors), []
         for name, shape in expected_tensors(config).items():
             parts = [name] if name not in assembled else list(assembled[name].sources)
             encoding = self.packing.encoding(shape[-1])
             of_heads = name in assembled and ".experts." not in name  # rows of one tensor, transposed
             layers = [f"{part.removesuffix('.weight')}.{self.packing.codes_name}" for part in parts]
             if len(shape) >= 2 and encoding and not of_heads and all(layer in self.tensors for layer in layers):
-                found.append((name, encoding))
-        return tuple(found)
+                in_blocks.append((name, encoding))
+        return tuple(in_blocks)
 
     def load(self, config: DecoderConfig, dtype: DType, progress: OnProgress | None = None) -> dict[str, np.ndarray]:
         """Every weight of `expected_tensors(config)` as an array of `dtype`; those of `config.encodings` are uint8,
@@ -187,16 +187,16 @@ class Checkpoint:
 
     def _packed(self, expected: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
         """The shapes of the weights that are quantised, after their tensors' headers were found in order."""
-        found: dict[str, tuple[int, int]] = {}
+        shapes: dict[str, tuple[int, int]] = {}
         if self.packing is None:
-            return found
+            return shapes
         tensors = {name: (stored.dtype, stored.shape) for name, stored in self.tensors.items()}
         for name, shape in expected.items():
             layer = name.removesuffix(".weight")
             if len(shape) == 2 and f"{layer}.{self.packing.codes_name}" in tensors:
                 check_layer(self.packing, layer, shape[0], shape[1], tensors, self.folder)
-                found[name] = shape[0], shape[1]
-        return found
+                shapes[name] = shape[0], shape[1]
+        return shapes
 
     def _dequantised(self, name: str, shape: tuple[int, int]) -> np.ndarray:
         """A quantised weight in float32."""
@@ -206,7 +206,7 @@ class Checkpoint:
         """A quantised weight in blocks."""
         return self._unpacked(name, shape, lambda weight: weight.blocks(encoding))
 
-    def _unpacked(self, name: str, shape: tuple[int, int], make: Callable[[Weight], np.ndarray]) -> np.ndarray:
+    def _unpacked(self, name: str, shape: tuple[int, int], make: Callable[[PackedWeight], np.ndarray]) -> np.ndarray:
         """Return what `make` makes of a quantised weight."""
         assert self.packing is not None
         layer = name.removesuffix(".weight")
@@ -254,9 +254,9 @@ class Checkpoint:
             for piece in assembled.pieces():
                 if piece.name in packed:
                     if last is None or last[0] != piece.name:
-                        found = packed[piece.name]
-                        values = self._in_blocks(piece.name, found, encoding) if encoding else None
-                        last = piece.name, self._dequantised(piece.name, found) if values is None else values
+                        packed_shape = packed[piece.name]
+                        values = self._in_blocks(piece.name, packed_shape, encoding) if encoding else None
+                        last = piece.name, self._dequantised(piece.name, packed_shape) if values is None else values
                     rows = last[1] if piece.rows is None else last[1][slice(*piece.rows)]
                 else:
                     rows = self._read(piece, piece.name, opened)
@@ -312,15 +312,17 @@ class Checkpoint:
                 )
             dtypes = ("U8",) if name in as_bytes else tuple(DTYPES)
             if stored.dtype not in dtypes:
-                found = f"has dtype {stored.dtype}, expected {'one of ' if len(dtypes) > 1 else ''}{', '.join(dtypes)}"
-                raise CheckpointError(f"{stored.file}: tensor {stored.name} {found}")
+                problem = (
+                    f"has dtype {stored.dtype}, expected {'one of ' if len(dtypes) > 1 else ''}{', '.join(dtypes)}"
+                )
+                raise CheckpointError(f"{stored.file}: tensor {stored.name} {problem}")
         own = config.num_hidden_layers
         unread = tuple(f"model.layers.{own + index}." for index in range(config.draft_layers))
         unused = unused_tensors(config)
         for name, stored in self.tensors.items():
             # lm_head.weight is expected unless it is tied, and then it repeats the embeddings.
-            known = name in expected or name in parts or name in unused or name == "lm_head.weight"
-            if not known and not name.startswith(unread) and not name.endswith("rotary_emb.inv_freq"):
+            is_expected = name in expected or name in parts or name in unused or name == "lm_head.weight"
+            if not is_expected and not name.startswith(unread) and not name.endswith("rotary_emb.inv_freq"):
                 shown = printable(stored.name)
                 raise CheckpointError(f"{stored.file}: tensor {shown} is no part of the model of config.json")
 
@@ -345,11 +347,11 @@ def open_checkpoint(folder: Path | str) -> Checkpoint:
         for shard in shards:
             if not os.path.isfile(path / shard):  # unlike Path.is_file, no error for a name that is too long
                 raise CheckpointError(f"{index}: shard {printable(shard)} is missing from the folder")
-        found = open_files([path / shard for shard in shards])
+        checkpoint = open_files([path / shard for shard in shards])
         for name, shard in weight_map.items():
-            if name not in found.tensors or found.tensors[name].file.name != shard:
+            if name not in checkpoint.tensors or checkpoint.tensors[name].file.name != shard:
                 raise CheckpointError(f"{index}: tensor {printable(name)} is not in {shard}")
-        return found
+        return checkpoint
 
 
 def shards_of(index: Path) -> list[str]:
@@ -429,9 +431,9 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
                     name: StoredTensor(file, name, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()
                 }
         except SafetensorError as error:
-            found, expected = file.stat().st_size, _promised_bytes(file)
-            if expected is not None and found < expected:
-                raise CheckpointError(f"{file}: cut short: {expected} bytes expected, {found} found") from None
+            size, expected = file.stat().st_size, _promised_bytes(file)
+            if expected is not None and size < expected:
+                raise CheckpointError(f"{file}: cut short: {expected} bytes expected, {size} found") from None
             raise CheckpointError(f"{file}: not a safetensors file: {printable(error)}") from None
         except OSError as error:
             raise CheckpointError(f"{file}: cannot be read: {error}") from None

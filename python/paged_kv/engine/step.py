@@ -25,7 +25,7 @@ from paged_kv.runtime.artefacts import compile_ahead
 from paged_kv.runtime.compile_key import MODELS, CompileKey
 from paged_kv.runtime.graph_reading import KernelsInLibraries, ReadGraph, UnknownGraph, graph_building, read_graph
 from paged_kv.runtime.libraries import Kernel, Library, load
-from paged_kv.runtime.program import Program, kernels_of
+from paged_kv.runtime.program import Program, graph_kernels
 from paged_kv.runtime.session import default_runtime
 
 logger = logging.getLogger("paged_kv.engine")
@@ -86,7 +86,7 @@ class StepGraph:
             buffers += [None, cache(windows=True)]
         if self.geometry.recurrence is not None:
             buffers += [*[None] * 4, *(empty(each) for each in decoder.state_shapes(self.geometry, 1))]
-        return kernels_of(self._read([*buffers, None]))
+        return graph_kernels(self._read([*buffers, None]))
 
     def libraries(self) -> list[Library]:
         """The libraries in which they lie."""

@@ -44,7 +44,7 @@ POOL_SECONDS = 5.0
 ROUTERS = {"prefix": PrefixRouter, "round_robin": RoundRobinRouter, "load": LoadRouter}
 
 
-def _known(autoscaling: dict[str, Any]) -> dict[str, Any]:
+def check_fields(autoscaling: dict[str, Any]) -> dict[str, Any]:
     for name in autoscaling:  # Ray ignores those that it does not know
         if name not in AutoscalingConfig.model_fields:
             raise ValueError(f"{name} is no field of Ray Serve's autoscaling_config")
@@ -79,7 +79,7 @@ class Arguments(BaseModel):
     cpus: PositiveInt = 1
     """CPUs of each replica, as Ray counts them: 2 are a core where it runs two threads."""
     replicas: PositiveInt = 1
-    autoscaling: Annotated[dict[str, Any], AfterValidator(_known)] | None = None
+    autoscaling: Annotated[dict[str, Any], AfterValidator(check_fields)] | None = None
     """Ray Serve's `autoscaling_config`, in place of `replicas`."""
     ingresses: PositiveInt = 1
     max_ongoing: PositiveInt = 64
@@ -148,12 +148,12 @@ class Ingress:
         self._asking = ThreadPoolExecutor(1, "paged-kv-status")
 
     def __serve_build_asgi_app__(self) -> Any:
-        given, settings = self._arguments, self._arguments.settings
+        arguments, settings = self._arguments, self._arguments.settings
         full, down = (BackPressureError,), (DeploymentUnavailableError,)
         backend = Replicas(
-            Ways(self._start, self._running, self._pools, LOST, full, down, given.retries, given.stall_seconds)
+            Ways(self._start, self._running, self._pools, LOST, full, down, arguments.retries, arguments.stall_seconds)
         )
-        model = served_model(settings, open_source(settings.model), given.num_pages * given.page_size)
+        model = served_model(settings, open_source(settings.model), arguments.num_pages * arguments.page_size)
         served = application(model, backend, Metrics(settings.name, backend), strict=settings.strict)
         return Middleware(served, settings.rules(model.most_tokens))
 
@@ -169,8 +169,8 @@ class Ingress:
     async def _running(self) -> int:
         """Replicas that Ray's controller finds healthy; it asks each every second."""
         status = await asyncio.get_running_loop().run_in_executor(self._asking, serve.status)
-        told = status.applications[self._replicas.app_name].deployments[self._replicas.deployment_name]
-        return int(told.replica_states.get("RUNNING", 0))
+        deployment = status.applications[self._replicas.app_name].deployments[self._replicas.deployment_name]
+        return int(deployment.replica_states.get("RUNNING", 0))
 
     async def _pools(self) -> dict[str, dict[str, Any]]:
         asked = self._replicas.broadcast("pool")
@@ -185,38 +185,38 @@ def app(arguments: Mapping[str, Any] | Arguments) -> serve.Application:
         pydantic.ValidationError: an argument is unknown or has a wrong value; it names them.
         ContractError: a value is none that a server can have.
     """
-    given = arguments if isinstance(arguments, Arguments) else Arguments.model_validate(dict(arguments))
-    given.settings.check()
+    checked = arguments if isinstance(arguments, Arguments) else Arguments.model_validate(dict(arguments))
+    checked.settings.check()
     kwargs: dict[str, Any] = {}
-    if given.router == "prefix":
-        kwargs = {"page_size": given.page_size, "num_pages": given.num_pages, "slack": given.slack}
-    amount: dict[str, Any] = {"num_replicas": given.replicas}
-    if given.autoscaling is not None:
-        amount = {"autoscaling_config": given.autoscaling}
+    if checked.router == "prefix":
+        kwargs = {"page_size": checked.page_size, "num_pages": checked.num_pages, "slack": checked.slack}
+    amount: dict[str, Any] = {"num_replicas": checked.replicas}
+    if checked.autoscaling is not None:
+        amount = {"autoscaling_config": checked.autoscaling}
     replica = serve.deployment(
         NamedReplica,
         name="Replica",
-        ray_actor_options={"num_cpus": given.cpus},
-        max_ongoing_requests=given.max_ongoing,
-        max_queued_requests=given.max_queued,
-        graceful_shutdown_timeout_s=given.drain_seconds,
+        ray_actor_options={"num_cpus": checked.cpus},
+        max_ongoing_requests=checked.max_ongoing,
+        max_queued_requests=checked.max_queued,
+        graceful_shutdown_timeout_s=checked.drain_seconds,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=1,
-        max_constructor_retry_count=given.start_attempts,
+        max_constructor_retry_count=checked.start_attempts,
         request_router_config=RequestRouterConfig(
-            request_router_class=ROUTERS[given.router], request_router_kwargs=kwargs
+            request_router_class=ROUTERS[checked.router], request_router_kwargs=kwargs
         ),
         **amount,
     )
     ingress = serve.deployment(
         Ingress,
         name="Ingress",
-        num_replicas=given.ingresses,
+        num_replicas=checked.ingresses,
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=10_000,
-        graceful_shutdown_timeout_s=given.drain_seconds,
+        graceful_shutdown_timeout_s=checked.drain_seconds,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=1,
-        max_constructor_retry_count=given.start_attempts,
+        max_constructor_retry_count=checked.start_attempts,
     )
-    return ingress.bind(given, replica.bind(given))
+    return ingress.bind(checked, replica.bind(checked))

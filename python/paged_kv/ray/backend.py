@@ -42,7 +42,7 @@ class Replicas:
     def __init__(self, ways: Ways) -> None:
         self._ways = ways
         self._clock, self._suspects = Clock(ways.seconds), Suspects()
-        self._running = self._waiting = self._asked = self._found = 0
+        self._running = self._waiting = self._asked = self._cached = 0
 
     async def start(self, job: Job) -> AsyncGenerator[list[Piece], None]:
         """The pieces of a job, each once.
@@ -71,7 +71,7 @@ class Replicas:
                         begun = True
                         self._waiting, self._running = self._waiting - job.n, self._running + job.n
                         self._asked += len(job.tokens)
-                        self._found += batch[0].cached_tokens
+                        self._cached += batch[0].cached_tokens
                     yield batch
         except ways.full:
             raise Busy("Too many requests wait: ask again later.") from None
@@ -102,4 +102,6 @@ class Replicas:
 
     def status(self) -> Status:
         """The jobs of this ingress. Pages are each replica's own."""
-        return Status(running=self._running, waiting=self._waiting, prompt_tokens=self._asked, found_tokens=self._found)
+        return Status(
+            running=self._running, waiting=self._waiting, prompt_tokens=self._asked, found_tokens=self._cached
+        )

@@ -57,8 +57,8 @@ class Work:
 
     def digest_of(self, row: Mapping[str, Any]) -> str:
         """Return the digest of all that a row says."""
-        said = [row[self.id_column], row[self.prompt_column], sorted(_own(row).items())]
-        return blake2b(json.dumps(said, default=repr).encode(), digest_size=12).hexdigest()
+        content = [row[self.id_column], row[self.prompt_column], sorted(_own(row).items())]
+        return blake2b(json.dumps(content, default=repr).encode(), digest_size=12).hexdigest()
 
     def file_of(self, rows: Sequence[Mapping[str, Any]]) -> Path:
         """Return where the results of a batch go."""
@@ -166,7 +166,7 @@ def _parquet(file: Path, work: Work) -> Iterator[dict[str, Any]]:
             yield from batch.to_pylist()
 
 
-def left(work: Work, found: Mapping[Any, str], rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def left(work: Work, digests: Mapping[Any, str], rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The rows that are not written.
 
     Raises:
@@ -177,9 +177,9 @@ def left(work: Work, found: Mapping[Any, str], rows: Iterable[dict[str, Any]]) -
         name = row[work.id_column]
         if not isinstance(name, int | str):
             raise ContractTypeError(f"dataset: {work.id_column} must be an integer or a text, not {shown(name)}")
-        if name not in found:
+        if name not in digests:
             yield row
-        elif found[name] != work.digest_of(row):
+        elif digests[name] != work.digest_of(row):
             raise ContractError(
                 f"dataset: row {shown(name)} says something else than that whose result is in {work.folder}"
             )

@@ -92,11 +92,11 @@ def generate(
     low, high = engines if isinstance(engines, tuple) else (engines, engines)
     pool = ray.data.ActorPoolStrategy(min_size=integer("engines", low, 1), max_size=integer("engines", high, low))
     if isinstance(dataset, ray.data.Dataset):
-        rest, found = _of_dataset(dataset, work, batch_size)
+        rest, num_written = _of_dataset(dataset, work, batch_size)
     else:
-        rest, found = _of_files(Path(dataset), work, batch_size)
+        rest, num_written = _of_files(Path(dataset), work, batch_size)
     if rest is None:
-        return Summary(0, 0, found)
+        return Summary(0, 0, num_written)
     counted = rest.map_batches(
         Worker,
         fn_constructor_args=(work,),
@@ -109,7 +109,7 @@ def generate(
     for batch in counted.iter_batches(batch_format="pyarrow", batch_size=None):
         done_now += batch.num_rows
         failed += pc.sum(batch["failed"]).as_py() or 0 if batch.num_rows else 0
-    return Summary(done_now, failed, found)
+    return Summary(done_now, failed, num_written)
 
 
 class Worker:
@@ -134,27 +134,27 @@ def _of_files(path: Path, work: Work, batch_size: int) -> tuple[ray.data.Dataset
     rows = rows_of(path, work)
     first = next(rows, None)  # what is wrong with it is said before the run begins
     work.enter()
-    found = written(Path(work.folder))
-    rest = list(left(work, found, chain(() if first is None else (first,), rows)))
+    digests = written(Path(work.folder))
+    rest = list(left(work, digests, chain(() if first is None else (first,), rows)))
     blocks = [_table(rest[at : at + batch_size]) for at in range(0, len(rest), batch_size)]
-    return ray.data.from_blocks(blocks) if blocks else None, len(found)
+    return ray.data.from_blocks(blocks) if blocks else None, len(digests)
 
 
 def _of_dataset(rows: ray.data.Dataset, work: Work, batch_size: int) -> tuple[ray.data.Dataset, int]:
     if names := rows.columns():
         work.columns(names, "of Ray Data")
     work.enter()
-    found = written(Path(work.folder))
-    if found:  # all of it is read before anything is computed
+    digests = written(Path(work.folder))
+    if digests:  # all of it is read before anything is computed
         batches = rows.iter_batches(batch_format="pyarrow", batch_size=None)
-        for _ in left(work, found, (row for batch in batches for row in batch.to_pylist())):
+        for _ in left(work, digests, (row for batch in batches for row in batch.to_pylist())):
             pass
-    rest = rows.map_batches(_rest, fn_args=(ray.put(found), work), batch_format="pyarrow", zero_copy_batch=True)
-    return rest.repartition(target_num_rows_per_block=batch_size), len(found)
+    rest = rows.map_batches(_rest, fn_args=(ray.put(digests), work), batch_format="pyarrow", zero_copy_batch=True)
+    return rest.repartition(target_num_rows_per_block=batch_size), len(digests)
 
 
-def _rest(batch: pa.Table, found: ray.ObjectRef, work: Work) -> pa.Table:
-    return _table(left(work, ray.get(found), batch.to_pylist()))
+def _rest(batch: pa.Table, digests: ray.ObjectRef, work: Work) -> pa.Table:
+    return _table(left(work, ray.get(digests), batch.to_pylist()))
 
 
 def _table(rows: Iterable[Mapping[str, Any]]) -> pa.Table:

@@ -83,9 +83,9 @@ def claim(
     end = time.monotonic() + seconds
     while True:
         with _Turn(folder):
-            found = _take(cpus, cores, folder)
-        if found is not None:
-            return found
+            claimed = _take(cpus, cores, folder)
+        if claimed is not None:
+            return claimed
         if time.monotonic() > end:
             raise ContractError(f"cpus is {cpus}: for {seconds:.0f} s too few of {total} CPUs were free of replicas")
         time.sleep(0.1)
@@ -107,22 +107,22 @@ def _take(cpus: int, cores: Sequence[Core], folder: Path) -> Claim | None:
     locks = {cpu: lock for core in cores for cpu in core.cpus if (lock := _lock(folder, cpu)) is not None}
     free = [Core(tuple(cpu for cpu in core.cpus if cpu in locks), core.node) for core in cores]
     chosen = _choose(cpus, [core for core in free if core.cpus])
-    kept = {cpu for core in chosen for cpu in core.cpus}
+    claimed = {cpu for core in chosen for cpu in core.cpus}
     for cpu, lock in locks.items():
-        if cpu not in kept:
+        if cpu not in claimed:
             os.close(lock)
-    return Claim(tuple(chosen), tuple(locks[cpu] for cpu in sorted(kept))) if chosen else None
+    return Claim(tuple(chosen), tuple(locks[cpu] for cpu in sorted(claimed))) if chosen else None
 
 
 def _choose(cpus: int, free: Sequence[Core]) -> list[Core]:
     """CPUs of the node that is left with the fewest, of those that have enough; else of several; none if too few."""
     nodes = [[core for core in free if core.node == node] for node in sorted({core.node for core in free})]
     fitting = [mine for mine in nodes if _count(mine) >= cpus]
-    found: list[Core] = []
+    chosen: list[Core] = []
     for core in sorted(min(fitting, key=_count) if fitting else free, key=lambda core: -len(core.cpus)):
-        if (missing := cpus - _count(found)) > 0:
-            found.append(Core(core.cpus[:missing], core.node))
-    return found if _count(found) == cpus else []
+        if (missing := cpus - _count(chosen)) > 0:
+            chosen.append(Core(core.cpus[:missing], core.node))
+    return chosen if _count(chosen) == cpus else []
 
 
 def _count(cores: Iterable[Core]) -> int:

@@ -28,11 +28,11 @@ def blocks_of(tokens: Sequence[int], size: int, root: bytes = b"") -> list[int]:
     `root` tells namespaces apart. The same in every process.
     """
     data, width = np.asarray(tokens, np.int64).tobytes(), 8 * size
-    found, before = [], root
+    blocks, before = [], root
     for at in range(0, len(tokens) // size * width, width):
         before = blake2b(data[at : at + width], digest_size=8, key=before[:64]).digest()
-        found.append(int.from_bytes(before, "little"))
-    return found
+        blocks.append(int.from_bytes(before, "little"))
+    return blocks
 
 
 class Prefixes:
@@ -98,7 +98,7 @@ class Prefixes:
 
     def match(self, blocks: Sequence[int]) -> dict[str, int]:
         """Return how many leading blocks of a prompt each replica has; those that have none are left out."""
-        found: dict[str, int] = {}
+        depths: dict[str, int] = {}
         here = -1  # who has all blocks so far
         for depth, block in enumerate([*blocks, None]):
             now = 0 if block is None else self._holders.get(block, 0) & here
@@ -108,11 +108,11 @@ class Prefixes:
                 gone &= gone - 1
                 name = self._names[bit]
                 if name is not None:
-                    found[name] = depth
+                    depths[name] = depth
             here = now
             if not here:
                 break
-        return found
+        return depths
 
     def rank(self, blocks: Sequence[int], loads: Mapping[str, int]) -> list[str]:
         """The replicas in the order in which a prompt should be offered to them.
@@ -133,13 +133,13 @@ class Prefixes:
         first = b"%d" % blocks[0] if blocks else b""
 
         def order(name: str) -> tuple[int, ...]:
-            load, known = loads[name], self.count(name) if name in self._bits else 0
+            load, held = loads[name], self.count(name) if name in self._bits else 0
             tie = crc32(first + name.encode())
             if load > most:
-                return (1, load, known, tie)
+                return (1, load, held, tie)
             missing = len(blocks) - matched.get(name, 0)
-            crowded = known + missing > self._limit
-            return (0, missing * (2 if crowded else 1), load, known, tie)
+            crowded = held + missing > self._limit
+            return (0, missing * (2 if crowded else 1), load, held, tie)
 
         return sorted(loads, key=order)
 

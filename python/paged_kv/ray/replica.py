@@ -76,10 +76,11 @@ class Model:
         return setup.engine(Tokenizer(setup.source, setup.source.config))
 
 
-def settings_of(given: Any, **others: Any) -> Settings:
+def settings_of(arguments: Any, **others: Any) -> Settings:
     """The settings of `paged-kv serve` that an object has by the same names, and some more."""
     return Settings(
-        **{each.name: getattr(given, each.name) for each in fields(Settings) if hasattr(given, each.name)} | others
+        **{each.name: getattr(arguments, each.name) for each in fields(Settings) if hasattr(arguments, each.name)}
+        | others
     )
 
 

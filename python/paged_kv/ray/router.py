@@ -69,25 +69,25 @@ class PrefixRouter(Router):
         self._prefixes = Prefixes(num_pages, slack)
         # Requests that were given to a replica and have not ended: by id, with the replica, and until they are sent
         # with what says that nobody waits for them any more.
-        self._given: dict[str, tuple[str, asyncio.Future[Any] | None]] = {}
+        self._routed: dict[str, tuple[str, asyncio.Future[Any] | None]] = {}
 
     def _rank(self, job: Job, replicas: list[RunningReplica], pending: PendingRequest) -> list[list[RunningReplica]]:
         named = {replica.replica_id.unique_id: replica for replica in replicas}
         ranked = self._prefixes.rank(self._blocks(job), self._loads(named))
-        self._given[pending.metadata.internal_request_id] = ranked[0], pending.future
+        self._routed[pending.metadata.internal_request_id] = ranked[0], pending.future
         return [[named[name]] for name in ranked]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:  # noqa: ARG002
         """The replica has taken it, and will have its pages."""
         job = _job(pending_request)
         if job is not None:
-            self._given[pending_request.metadata.internal_request_id] = replica_id.unique_id, None
+            self._routed[pending_request.metadata.internal_request_id] = replica_id.unique_id, None
             if replica_id.unique_id in self._prefixes.names:
                 self._prefixes.insert(replica_id.unique_id, self._blocks(job))
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:  # noqa: ARG002
         """It has ended, in whichever way."""
-        self._given.pop(internal_request_id, None)
+        self._routed.pop(internal_request_id, None)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """The replicas that there are from now on."""
@@ -112,15 +112,15 @@ class PrefixRouter(Router):
 
         Requests that arrive together are each chosen for before any of them is sent.
         """
-        for request, (_, future) in list(self._given.items()):
+        for request, (_, future) in list(self._routed.items()):
             if future is not None and future.cancelled():
-                del self._given[request]
+                del self._routed[request]
         mine = dict.fromkeys(replicas, 0)
-        for name, _ in self._given.values():
+        for name, _ in self._routed.values():
             if name in mine:
                 mine[name] += 1
-        said = {name: self.replica_queue_len_cache.get(replica.replica_id) for name, replica in replicas.items()}
-        return {name: max(count, said[name] or 0) for name, count in mine.items()}
+        reported = {name: self.replica_queue_len_cache.get(replica.replica_id) for name, replica in replicas.items()}
+        return {name: max(count, reported[name] or 0) for name, count in mine.items()}
 
 
 def _job(pending: PendingRequest) -> Job | None:

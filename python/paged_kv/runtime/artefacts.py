@@ -55,8 +55,8 @@ def load_graphs(
             compile. That nothing can be written, or that a file of the package is damaged, is a `RuntimeWarning`.
     """
     models: dict[str, Model] = {}
-    wanted = dict(keys)
-    for _, store, artefact, names in _search(wanted, exact=exact):
+    missing = dict(keys)
+    for _, store, artefact, names in _search(missing, exact=exact):
         try:
             loaded = session.init_all(read(BytesIO(artefact.content)), weights_registry=weights)
         except (RuntimeError, ValueError, OSError):
@@ -66,17 +66,17 @@ def load_graphs(
         for name, model in _named(loaded, names).items():
             if name in names:
                 models[name] = model
-                del wanted[name]
-    if missing := list(wanted):
+                del missing[name]
+    if missing:
         on_compile()
-        digests = digests_of(wanted, Sources.installed())
-        compiled = compile_graphs(session, missing, build)
+        digests = digests_of(missing, Sources.installed())
+        compiled = compile_graphs(session, list(missing), build)
         # A source that was edited meanwhile may or may not be in what was compiled: such an artefact is not kept.
-        if digests_of(wanted, Sources.installed()) == digests:
+        if digests_of(missing, Sources.installed()) == digests:
             reason = user_store().keep(list(digests.values()), partial(export, compiled))
             if reason is not None:
                 warnings.warn(f"compiled graphs are not kept ({reason}): each start compiles them", RuntimeWarning, 1)
-        models |= _named(session.init_all(compiled, weights_registry=weights), missing)
+        models |= _named(session.init_all(compiled, weights_registry=weights), list(missing))
     return {name: models[name] for name in keys}
 
 
@@ -86,29 +86,29 @@ def where_graphs_lie(keys: Mapping[str, CompileKey]) -> dict[str, str]:
     Raises:
         ToolchainError: as `load_graphs`.
     """
-    found: dict[str, str] = {}
-    wanted = dict(keys)
-    for target, store, _, names in _search(wanted):
+    origins: dict[str, str] = {}
+    missing = dict(keys)
+    for target, store, _, names in _search(missing):
         for name in names:
-            found[name] = origin(store, target)
-            del wanted[name]
-    return found
+            origins[name] = origin(store, target)
+            del missing[name]
+    return origins
 
 
 def _search(
-    wanted: Mapping[str, CompileKey], *, exact: bool = False
+    missing: Mapping[str, CompileKey], *, exact: bool = False
 ) -> Iterator[tuple[str | None, Store | InstalledStore, Artefact, list[str]]]:
-    """Each artefact that has some of the wanted graphs: its CPU target, its store, it, the graphs' names; best first.
+    """Each artefact that has some of the graphs: its CPU target, its store, it, the graphs' names; best first.
 
-    The caller removes from `wanted` what it got. The next place is asked for the rest.
+    The caller removes from `missing` what it got. The next place is asked for the rest.
     """
     cpu, sources = CpuInfo.read(), Sources.installed()
     check_cpu_runs(get_virtual_cpu_target(), cpu)
     for target, store in places(cpu, user_store, exact=exact):
-        digests = digests_of(wanted, sources, target)
+        digests = digests_of(missing, sources, target)
         for artefact in store.find(digests.values()):
             yield target, store, artefact, [name for name in digests if digests[name] in artefact.digests]
-        if not wanted:
+        if not missing:
             return
 
 
@@ -125,8 +125,8 @@ def compile_ahead(
     """
     store = user_store()
     digests = digests_of(keys, Sources.installed())
-    found = {digest for artefact in store.find(digests.values()) for digest in artefact.digests}
-    if names := [name for name in keys if digests[name] not in found]:
+    stored = {digest for artefact in store.find(digests.values()) for digest in artefact.digests}
+    if names := [name for name in keys if digests[name] not in stored]:
         compiled = compile_graphs(session, names, build)
         if digests_of(keys, Sources.installed()) != digests:
             raise ToolchainError("a source was edited while it was compiled: try again")

@@ -134,10 +134,10 @@ class Sources:
         if folder_name not in self.folders:
             folder_name, inner = "", pattern
         folder = self.folders[folder_name]
-        found = [(PurePosixPath(folder_name, file.relative_to(folder)), file) for file in sorted(folder.glob(inner))]
-        if not found:
+        sources = [(PurePosixPath(folder_name, file.relative_to(folder)), file) for file in sorted(folder.glob(inner))]
+        if not sources:
             raise ToolchainError(f"{folder / inner} is missing; reinstall paged-kv")
-        return found
+        return sources
 
 
 def toolchain(target: str | None = None) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 from paged_kv.graphs.encodings import GGUF_ENCODINGS
 from paged_kv.runtime.cache_folder import cache_folder
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS, CpuInfo, apply_cpu_target
-from paged_kv.runtime.kernel_choice import explain, kernels_of
+from paged_kv.runtime.kernel_choice import attention_kernels, explain
 from paged_kv.runtime.threads import allowed_cpus, cgroup_quota, started_pool_threads
 from paged_kv.versions import PINNED
 
@@ -91,9 +91,9 @@ def collect(steps: Callable[[], Mapping[str, Sequence[Library]]] = dict) -> Repo
         report.threads = attempt("threads", started_pool_threads)
         if report.cache is not None:  # without one it is said already that there is none
             report.compiled, report.steps = attempt("compiled kernels", lambda: _compiled(steps())) or ({}, {})
-        found = attempt("GPU", _gpus) or []
-        report.gpus = [name for name, _ in found]
-        report.architectures = [architecture for _, architecture in found]
+        gpus = attempt("GPU", _gpus) or []
+        report.gpus = [name for name, _ in gpus]
+        report.architectures = [architecture for _, architecture in gpus]
     if report.versions["mojo"] is not None:
         report.default_target = attempt("mojo", _default_target)
     return report
@@ -145,7 +145,7 @@ def explain_kernels(
 
 def _attention_on(architectures: Sequence[str]) -> dict[str, str]:
     """The attention kernels of the GPUs; nothing where there is none."""
-    of_each = [f"{architecture}: {kernels_of(architecture)}" for architecture in dict.fromkeys(architectures)]
+    of_each = [f"{architecture}: {attention_kernels(architecture)}" for architecture in dict.fromkeys(architectures)]
     return {"attention": "; ".join(of_each)} if of_each else {}
 
 
@@ -223,11 +223,11 @@ def _installed(distribution: str) -> str | None:
 
 def _version_problems(versions: dict[str, str | None]) -> list[str]:
     """One line for each wrong version, each with the command that puts it right."""
-    wrong = {name: found for name, found in versions.items() if found != PINNED[name]}
+    wrong = {name: installed for name, installed in versions.items() if installed != PINNED[name]}
     command = shlex.join([sys.executable, "-m", "pip", "install", *(f"{name}=={PINNED[name]}" for name in wrong)])
     return [
-        f"{name} {PINNED[name]} is needed, {found or 'none'} is installed; run: {command}"
-        for name, found in wrong.items()
+        f"{name} {PINNED[name]} is needed, {installed or 'none'} is installed; run: {command}"
+        for name, installed in wrong.items()
     ]
 
 

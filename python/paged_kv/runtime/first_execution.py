@@ -42,8 +42,8 @@ def _first(run: Callable[..., T], *inputs: Any) -> T:
     before = prctl(_GET_TIMERSLACK, 0, 0, 0, 0)
     prctl(_SET_TIMERSLACK, ctypes.c_ulong(SLACK_NS), 0, 0, 0)
     try:
-        found = run(*inputs)
+        outputs = run(*inputs)
     finally:
         prctl(_SET_TIMERSLACK, ctypes.c_ulong(max(before, 0)), 0, 0, 0)  # 0: what the thread began with
     _has_run = True
-    return found
+    return outputs

@@ -56,15 +56,15 @@ def execute(variant: Variant, *inputs: Any, sources: Path | None = None) -> list
         ContractError: what the kernel refuses.
         ToolchainError: as `libraries.kernel`.
     """
-    wanted, operands, outputs = _CALLS[variant.op](variant, inputs)
-    kernel(wanted.kind, *wanted.dtypes, sources=sources)(operands + workers())
+    called, operands, outputs = _CALLS[variant.op](variant, inputs)
+    kernel(called.kind, *called.dtypes, sources=sources)(operands + workers())
     return outputs
 
 
 def multiply(
     kind: str,
     x: Array,
-    weights: Sequence[Weight],
+    weights: Sequence[LayerWeight],
     experts: Array | None = None,
     *,
     mask: int = 0,
@@ -140,7 +140,7 @@ def recur(
     kernel(kind, "float32")(operands + workers())
 
 
-class Weight(NamedTuple):
+class LayerWeight(NamedTuple):
     """The weight of a linear layer."""
 
     w: Array
@@ -155,11 +155,11 @@ def load_variants(variants: Iterable[Variant]) -> None:
     Raises:
         ToolchainError: as `libraries.kernel`.
     """
-    load([kernel_of(variant) for variant in variants])
+    load([variant_kernel(variant) for variant in variants])
 
 
 @lru_cache(256)
-def kernel_of(variant: Variant, *, rotated: bool = False) -> Kernel:
+def variant_kernel(variant: Variant, *, rotated: bool = False) -> Kernel:
     """The kernel that computes a variant."""
     rows, cache = variant.dtype.name, variant.kv_dtype.name
     if variant.op == "merge":
@@ -173,11 +173,11 @@ def kernel_of(variant: Variant, *, rotated: bool = False) -> Kernel:
     return Kernel(kind, (rows, cache, o))
 
 
-Call: TypeAlias = tuple[Kernel, bytes, list[Array]]
+VariantCall: TypeAlias = tuple[Kernel, bytes, list[Array]]
 """The kernel, its operands but for the threads, and the outputs that they name."""
 
 
-def _attention(variant: Variant, inputs: tuple[Any, ...]) -> Call:
+def _attention(variant: Variant, inputs: tuple[Any, ...]) -> VariantCall:
     q, row_batch, row_lengths, *rest = inputs
     masks, value_dim = _NO_MASKS, q.shape[2]
     if variant.op == "masked_attention":
@@ -203,7 +203,7 @@ def _attention(variant: Variant, inputs: tuple[Any, ...]) -> Call:
         options=_at(options),
         cache=_cache(k, v, table, view),
     )
-    return kernel_of(variant, rotated=bool(options[_ROPE_THETA])), operands, [o, lse]
+    return variant_kernel(variant, rotated=bool(options[_ROPE_THETA])), operands, [o, lse]
 
 
 def _masks(arrays: Sequence[Array]) -> bytes:
@@ -213,7 +213,7 @@ def _masks(arrays: Sequence[Array]) -> bytes:
     )
 
 
-def _latent(variant: Variant, inputs: tuple[Any, ...]) -> Call:
+def _latent(variant: Variant, inputs: tuple[Any, ...]) -> VariantCall:
     q_nope, q_pe, row_batch, row_lengths, kpe, ckv, table, view, sinks, options = inputs
     o, lse = _outputs(variant, *q_nope.shape)
     operands = LATENT.pack(
@@ -223,31 +223,31 @@ def _latent(variant: Variant, inputs: tuple[Any, ...]) -> Call:
         **named("nope_dim num_sinks", (q_nope.shape[2], len(sinks))),
         cache=_cache(kpe, ckv, table, view),
     )
-    return kernel_of(variant), operands, [o, lse]
+    return variant_kernel(variant), operands, [o, lse]
 
 
-def _merge(variant: Variant, inputs: tuple[Any, ...]) -> Call:
+def _merge(variant: Variant, inputs: tuple[Any, ...]) -> VariantCall:
     v, s = inputs
     rows, _, heads, head_dim = v.shape
     merged_v = np.empty((rows, heads, head_dim), v.dtype)
     merged_s = np.empty((rows, heads), np.float32)
     addresses = _addresses(merged_v=merged_v, merged_s=merged_s, v=v, s=s)
     operands = MERGE.pack(**addresses, **named("num_rows num_states num_heads head_dim", v.shape))
-    return kernel_of(variant), operands, [merged_v, merged_s]
+    return variant_kernel(variant), operands, [merged_v, merged_s]
 
 
-def _append(variant: Variant, inputs: tuple[Any, ...]) -> Call:
+def _append(variant: Variant, inputs: tuple[Any, ...]) -> VariantCall:
     k_rows, v_rows, batch_indices, positions, k, v, table, view = inputs
     where = _addresses(batch_indices=batch_indices, positions=positions)
     rows = _token_rows(k_rows, v_rows)
-    return kernel_of(variant), APPEND.pack(rows=rows, **where, cache=_cache(k, v, table, view)), []
+    return variant_kernel(variant), APPEND.pack(rows=rows, **where, cache=_cache(k, v, table, view)), []
 
 
-def _gather(variant: Variant, inputs: tuple[Any, ...]) -> Call:
+def _gather(variant: Variant, inputs: tuple[Any, ...]) -> VariantCall:
     indptr, like, k, v, table, view = inputs
-    found = [np.empty(like.shape, _numpy(variant.dtype)) for _ in range(2)]
-    rows = _token_rows(*found)
-    return kernel_of(variant), GATHER.pack(rows=rows, indptr=_at(indptr), cache=_cache(k, v, table, view)), found
+    outputs = [np.empty(like.shape, _numpy(variant.dtype)) for _ in range(2)]
+    rows = _token_rows(*outputs)
+    return variant_kernel(variant), GATHER.pack(rows=rows, indptr=_at(indptr), cache=_cache(k, v, table, view)), outputs
 
 
 def _token_rows(k: Array, v: Array) -> bytes:
@@ -255,7 +255,7 @@ def _token_rows(k: Array, v: Array) -> bytes:
     return TOKEN_ROWS.pack(k=_at(k), v=_at(v), **sizes)
 
 
-_CALLS: dict[str, Callable[[Variant, tuple[Any, ...]], Call]] = {
+_CALLS: dict[str, Callable[[Variant, tuple[Any, ...]], VariantCall]] = {
     "attention": _attention,
     "masked_attention": _attention,
     "mla_attention": _latent,

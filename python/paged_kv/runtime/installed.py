@@ -90,12 +90,12 @@ class InstalledStore:
         except (OSError, ValueError) as error:
             _warn(self.path / INDEX, error)
             return []
-        wanted: dict[str, set[str]] = {}
+        by_file: dict[str, set[str]] = {}
         for digest in digests:
             if digest in index.graphs and index.requires <= self._cpu.flags:
-                wanted.setdefault(index.graphs[digest]["file"], set()).add(digest)
-        found = []
-        for name, asked in wanted.items():
+                by_file.setdefault(index.graphs[digest]["file"], set()).add(digest)
+        artefacts = []
+        for name, asked in by_file.items():
             try:
                 artefact = read_compressed(self.path / name)
                 if not asked <= artefact.names:
@@ -104,8 +104,8 @@ class InstalledStore:
                 _warn(self.path / name, error)
                 continue
             artefact.digests |= asked
-            found.append(artefact)
-        return found
+            artefacts.append(artefact)
+        return artefacts
 
     def remove(self, path: Path) -> None:
         """Says that MAX does not read a whole file. It stays: it is the installation's, not the user's."""

@@ -92,10 +92,10 @@ def build(
         ToolchainError: the folder cannot be written, or this is no x86-64 machine.
     """
     chosen = tuple(bundles) if only is None else only
-    for what, names, known in (("target", targets, REQUIRED_FLAGS), ("bundle", chosen, bundles)):
+    for what, names, legal in (("target", targets, REQUIRED_FLAGS), ("bundle", chosen, bundles)):
         for name in names:
-            if name not in known:
-                raise ContractError(f"{what} {name!r} is none of {', '.join(known)}")
+            if name not in legal:
+                raise ContractError(f"{what} {name!r} is none of {', '.join(legal)}")
     if (machine := platform.machine().lower()) not in ("x86_64", "amd64"):
         raise ToolchainError(f"kernels are compiled ahead on x86-64, and this is {machine}")
     sources = Sources.installed()
@@ -147,8 +147,8 @@ def _compile_in_a_process(file: KernelFile, cache: str) -> str | None:
     if done.returncode == 0:
         return None
     lines = done.stderr.decode(errors="replace").splitlines()
-    said = [" ".join(line.split()) for line in lines if line.strip()]
-    return said[-1] if said else f"the compiler ended with status {done.returncode}"
+    messages = [" ".join(line.split()) for line in lines if line.strip()]
+    return messages[-1] if messages else f"the compiler ended with status {done.returncode}"
 
 
 def compile_file(file: KernelFile) -> None:

@@ -23,10 +23,10 @@ ARCHITECTURES = {
 """The GPUs that kernels are known to compile for, and the attention kernels of each."""
 
 
-def kernels_of(architecture: str) -> str:
+def attention_kernels(architecture: str) -> str:
     """Return the attention kernels of a GPU, in words; for an unknown architecture, that it may not compile."""
-    known = ARCHITECTURES.get(architecture)
-    return known or f"gpu/generic, if it compiles: {architecture} is none of {', '.join(ARCHITECTURES)}"
+    kernels = ARCHITECTURES.get(architecture)
+    return kernels or f"gpu/generic, if it compiles: {architecture} is none of {', '.join(ARCHITECTURES)}"
 
 
 def explain(
@@ -60,6 +60,6 @@ def explain(
     except (ImportError, RuntimeError, OSError, subprocess.SubprocessError) as error:
         raise ToolchainError(f"mojo cannot say which kernels answer on {architecture or 'the CPU'}: {error}") from error
     if result.returncode != 0:
-        said = (result.stderr.strip().splitlines() or ["no message"])[-1].rsplit("error: ", 1)[-1]
-        raise ToolchainError(f"mojo cannot say which kernels answer on {architecture or 'the CPU'}: {said}")
+        message = (result.stderr.strip().splitlines() or ["no message"])[-1].rsplit("error: ", 1)[-1]
+        raise ToolchainError(f"mojo cannot say which kernels answer on {architecture or 'the CPU'}: {message}")
     return result.stdout.splitlines()

@@ -46,7 +46,7 @@ class Launch:
     @classmethod
     def of(cls, entry: LaunchTraceEntry) -> Launch:
         return cls(
-            kernel_of(entry.name),
+            kernel_label(entry.name),
             (entry.grid_x, entry.grid_y, entry.grid_z),
             (entry.block_x, entry.block_y, entry.block_z),
             entry.shared_mem_bytes,
@@ -54,12 +54,12 @@ class Launch:
         )
 
 
-def kernel_of(name: str) -> str:
+def kernel_label(name: str) -> str:
     """Return what a compiled kernel is: its place in `mojo_ops/attention`, or its own name where it is none of
     attention.
     """
-    found = [kernel for part, kernel in _FILES.items() if f"mojo_ops_{part}" in name]
-    return found[0] if found else name
+    kernels = [kernel for part, kernel in _FILES.items() if f"mojo_ops_{part}" in name]
+    return kernels[0] if kernels else name
 
 
 @contextmanager

@@ -53,12 +53,12 @@ def kernel_library(sources: Path) -> Path:
             raise ToolchainError(f"{sources} was edited while it was compiled: try again")
         compiled.rename(path)
 
-    if not (found := store.find([digest])) and store.keep([digest], compile_to) is None:
-        found = store.find([digest])
-    if not found:  # another process may have just emptied the cache
+    if not (artefacts := store.find([digest])) and store.keep([digest], compile_to) is None:
+        artefacts = store.find([digest])
+    if not artefacts:  # another process may have just emptied the cache
         return sources
     # The compiler reads no file with a seal.
-    return Store(store.path / digest).plain(found[0], FILE) or sources
+    return Store(store.path / digest).plain(artefacts[0], FILE) or sources
 
 
 def is_packed(sources: Path) -> bool:

@@ -163,7 +163,7 @@ def built_encodings(dtype: str, mask: int) -> int:
     return ALL_ENCODINGS if _there([library]) else mask
 
 
-def kernel_of(name: str) -> Kernel:
+def kernel_named(name: str) -> Kernel:
     """The kernel of a name.
 
     Raises:
@@ -185,17 +185,17 @@ def api_libraries() -> list[Library]:
     """
     narrow = (*FLOAT8_DTYPES, *FORMATS)
     pairs = [(q, kv) for q in Q_DTYPES for kv in (q, *narrow)]
-    wanted = [Kernel("append", ("uint8", "uint8")), *(Kernel("merge", (q,)) for q in Q_DTYPES)]
-    wanted.append(Kernel("delta_rule", ("float32",)))
+    of_api = [Kernel("append", ("uint8", "uint8")), *(Kernel("merge", (q,)) for q in Q_DTYPES)]
+    of_api.append(Kernel("delta_rule", ("float32",)))
     for dtype in ("float32", "bfloat16"):
-        wanted += [Kernel(kind, (dtype,)) for kind in ("program", "causal_conv1d")]
-        wanted += [Kernel("experts", (dtype, w)) for w in dict.fromkeys((dtype, "bfloat16"))]
-    wanted += [Kernel("linear", ("float32", "bfloat16")), Kernel("quantised_linear", ("float32",), ALL_ENCODINGS)]
+        of_api += [Kernel(kind, (dtype,)) for kind in ("program", "causal_conv1d")]
+        of_api += [Kernel("experts", (dtype, w)) for w in dict.fromkeys((dtype, "bfloat16"))]
+    of_api += [Kernel("linear", ("float32", "bfloat16")), Kernel("quantised_linear", ("float32",), ALL_ENCODINGS)]
     for q, kv in pairs:
-        wanted += [Kernel(kind, (q, kv, q)) for kind in ("attention", "masked_attention")]
+        of_api += [Kernel(kind, (q, kv, q)) for kind in ("attention", "masked_attention")]
         if kv not in FORMATS:
-            wanted += [Kernel(kind, (q, kv, q)) for kind in ("attention_rotated", "masked_attention_rotated", "latent")]
-    return list(dict.fromkeys(kernel.library for kernel in wanted))
+            of_api += [Kernel(kind, (q, kv, q)) for kind in ("attention_rotated", "masked_attention_rotated", "latent")]
+    return list(dict.fromkeys(kernel.library for kernel in of_api))
 
 
 KINDS = (
@@ -216,9 +216,9 @@ def kernel(kind: str, *dtypes: str, mask: int = 0, sources: Path | None = None) 
     Raises:
         ToolchainError: the sources do not compile, or as `Store`.
     """
-    wanted = Kernel(kind, dtypes, mask)
-    found = _FUNCTIONS.get((sources, wanted))
-    return _loaded(wanted, sources) if found is None else found
+    requested = Kernel(kind, dtypes, mask)
+    function = _FUNCTIONS.get((sources, requested))
+    return _loaded(requested, sources) if function is None else function
 
 
 def load(kernels: Iterable[Kernel], *, exact: bool = False) -> None:
@@ -240,7 +240,7 @@ def load(kernels: Iterable[Kernel], *, exact: bool = False) -> None:
 
 def load_for_graph(name: str) -> None:
     """Loads the library of a kernel that an op of a graph has not found. Raises as `kernel`."""
-    _loaded(kernel_of(name), None)
+    _loaded(kernel_named(name), None)
 
 
 class _State:
@@ -262,10 +262,10 @@ _FREE = ctypes.CDLL(None).free
 _FREE.argtypes, _FREE.restype = [ctypes.c_void_p], None
 
 
-def _loaded(wanted: Kernel, sources: Path | None, path: Path | None = None) -> Function:
+def _loaded(requested: Kernel, sources: Path | None, path: Path | None = None) -> Function:
     with _STATE.loading:
-        if (sources, wanted) not in _FUNCTIONS:
-            library = wanted.library
+        if (sources, requested) not in _FUNCTIONS:
+            library = requested.library
             path = path or (_paths([library])[library] if sources is None else _built_from(sources, library))
             _check_layouts(ctypes.CDLL(str(path)), library)
             # An op of a graph, and the team of threads, look for functions among the names that all of the process
@@ -273,7 +273,7 @@ def _loaded(wanted: Kernel, sources: Path | None, path: Path | None = None) -> F
             loaded = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
             for each in library.kernels():
                 _FUNCTIONS[sources, each] = _function(loaded, each.name)
-    return _FUNCTIONS[sources, wanted]
+    return _FUNCTIONS[sources, requested]
 
 
 def _built_from(sources: Path, library: Library) -> Path:
@@ -431,11 +431,11 @@ def build_libraries(
 
 def program_of(libraries: Iterable[Library]) -> str:
     """The program that exports all kernels of some libraries, each once: its parts of `library.mojo`."""
-    head, export, layouts, kernels_of = _parts_of_program()
+    head, export, layouts, sections = _parts_of_program()
     exported = list(dict.fromkeys(kernel for library in libraries for kernel in library.kernels()))
     kinds = list(dict.fromkeys(kernel.kind for kernel in exported))
-    parts = [kernels_of[kind] for kind in kinds]
-    struct_of = {kind: _STRUCT.findall(kernels_of[kind])[0] for kind in kinds}
+    parts = [sections[kind] for kind in kinds]
+    struct_of = {kind: _STRUCT.findall(sections[kind])[0] for kind in kinds}
     for kernel in exported:
         parameters = [f"DType.{dtype}" for dtype in kernel.dtypes] + [str(kernel.mask)] * (kernel.kind in _QUANTISED)
         called = f"{kernel.kind}[{', '.join(parameters)}]"
@@ -501,10 +501,10 @@ def _run(run: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     except (RuntimeError, subprocess.SubprocessError) as error:
         raise ToolchainError(f"{PROGRAM}: {error}") from error
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if "error:" in line]
-        if any(".mojo:" in line for line in said):
-            raise ToolchainError(f"{PROGRAM} does not compile: {'; '.join(said)}")
-        raise OSError("; ".join(line.partition("error: ")[2] for line in said) or f"exit status {done.returncode}")
+        errors = [line for line in done.stderr.splitlines() if "error:" in line]
+        if any(".mojo:" in line for line in errors):
+            raise ToolchainError(f"{PROGRAM} does not compile: {'; '.join(errors)}")
+        raise OSError("; ".join(line.partition("error: ")[2] for line in errors) or f"exit status {done.returncode}")
 
 
 def _brought(name: str, folder: str) -> Path:

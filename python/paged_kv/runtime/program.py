@@ -23,7 +23,7 @@ from paged_kv.errors import ContractError
 from paged_kv.runtime.forks import renew_in_children
 from paged_kv.runtime.graph_reading import Array, Operation, ReadGraph, UnknownGraph, Value, Word
 from paged_kv.runtime.libraries import Kernel, load, text_at
-from paged_kv.runtime.program_ops import MEMBERS, Call, Layers, calls_of_all
+from paged_kv.runtime.program_ops import MEMBERS, KernelCall, Layers, calls_of_all
 from paged_kv.runtime.step_profile import StepProfile
 from paged_kv.runtime.thread_pool import workers
 
@@ -82,7 +82,7 @@ class Program:
         self.slots = place(graph)
         self._layers = layers = Layers.of(graph.operations)
         self.operations = graph.operations
-        self.calls: list[Call] = []
+        self.calls: list[KernelCall] = []
         self.of_call: list[int] = []
         """The number of the operation of each call."""
         for index, made in enumerate(calls_of_all(graph.operations, layers)):
@@ -238,7 +238,7 @@ class Program:
         return {name: start + offset for name, offset in ends.items()}
 
 
-def kernels_of(graph: ReadGraph) -> list[Kernel]:
+def graph_kernels(graph: ReadGraph) -> list[Kernel]:
     """The kernels that the program of a graph calls.
 
     Raises:
@@ -248,7 +248,7 @@ def kernels_of(graph: ReadGraph) -> list[Kernel]:
     return _kernels(layers, list(chain.from_iterable(calls_of_all(graph.operations, layers))))
 
 
-def _kernels(layers: Layers, calls: Sequence[Call]) -> list[Kernel]:
+def _kernels(layers: Layers, calls: Sequence[KernelCall]) -> list[Kernel]:
     """The kernel that runs a program, and those that it calls."""
     return list(dict.fromkeys([layers.kernel("program"), *(call.kernel for call in calls)]))
 

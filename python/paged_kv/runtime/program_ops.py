@@ -42,7 +42,7 @@ Operand: TypeAlias = Value | Word | int
 """A value for its address, or a number."""
 
 
-class Call(NamedTuple):
+class KernelCall(NamedTuple):
     """A call of a kernel, but for its threads."""
 
     kernel: Kernel
@@ -62,11 +62,11 @@ def _struct(layout: Layout, /, **operands: Operand | list[Word]) -> list[Word]:
     return layout.flat(**{name: each if isinstance(each, list) else _word(each) for name, each in operands.items()})
 
 
-def _call(kernel: Kernel, /, members: Sequence[Word] = (), **operands: Operand | list[Word]) -> Call:
+def _call(kernel: Kernel, /, members: Sequence[Word] = (), **operands: Operand | list[Word]) -> KernelCall:
     """A call of a kernel; `members`, of products of several weights, are the numbers of all of them."""
     if members:
         operands["members"] = MEMBERS
-    return Call(kernel, _struct(CALLS[kernel.kind], **operands), members)
+    return KernelCall(kernel, _struct(CALLS[kernel.kind], **operands), members)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Layers:
         return Kernel(kind, (name,))
 
 
-def calls_of_all(operations: Sequence[Operation], layers: Layers) -> list[list[Call]]:
+def calls_of_all(operations: Sequence[Operation], layers: Layers) -> list[list[KernelCall]]:
     """The calls of each operation. Those that take quantised weights are calls of one library, of all encodings of the
     step: the code of an encoding is compiled once.
 
@@ -107,7 +107,7 @@ def calls_of_all(operations: Sequence[Operation], layers: Layers) -> list[list[C
             masks[dtype] = masks.get(dtype, 0) | mask
     masks = {dtype: built_encodings(dtype, mask) for dtype, mask in masks.items()}
 
-    def together(call: Call) -> Call:
+    def together(call: KernelCall) -> KernelCall:
         if not call.kernel.mask:
             return call
         return call._replace(kernel=replace(call.kernel, mask=masks[call.kernel.dtypes[0]]))
@@ -115,7 +115,7 @@ def calls_of_all(operations: Sequence[Operation], layers: Layers) -> list[list[C
     return [[together(call) for call in calls] for calls in of_each]
 
 
-def calls_of(op: Operation, layers: Layers) -> list[Call]:
+def calls_of(op: Operation, layers: Layers) -> list[KernelCall]:
     """The calls that compute an operation.
 
     Raises:
@@ -157,14 +157,14 @@ def _require(op: Operation, fits: bool, what: str) -> None:
         raise UnknownGraph(f"{op.name}: {what}")
 
 
-def _take_rows(op: Operation, layers: Layers) -> Call:
+def _take_rows(op: Operation, layers: Layers) -> KernelCall:
     (y,), (x, rows) = op.results, op.operands
     row_bytes = product(x.shape[1:]).times(x.dtype.size_in_bytes)
     kernel = layers.kernel("take_rows")
     return _call(kernel, y=y, x=x, rows=rows, count=rows.shape[0], row_bytes=row_bytes, available=x.shape[0])
 
 
-def _gather(op: Operation, layers: Layers) -> Call:
+def _gather(op: Operation, layers: Layers) -> KernelCall:
     (y,), (x, rows, *_) = op.results, op.operands
     if rows.dtype != DType.int32 or y.shape != (*rows.shape, *x.shape[1:]):
         raise UnknownGraph("a gather that takes no rows")
@@ -173,7 +173,7 @@ def _gather(op: Operation, layers: Layers) -> Call:
     return _call(kernel, y=y, x=x, rows=rows, count=rows.size, row_bytes=row_bytes, available=x.shape[0])
 
 
-def _take_columns(op: Operation, layers: Layers) -> Call:
+def _take_columns(op: Operation, layers: Layers) -> KernelCall:
     (y,), (x, place) = op.results, op.operands
     if place.data is None:
         raise UnknownGraph("columns that are not constant")
@@ -184,7 +184,7 @@ def _take_columns(op: Operation, layers: Layers) -> Call:
     return _call(kernel, y=y, x=x, rows=x.shape[0], groups=groups, group=group, first=first * size, each=each)
 
 
-def _broadcast_row(op: Operation, layers: Layers) -> Call:
+def _broadcast_row(op: Operation, layers: Layers) -> KernelCall:
     """One row stands for all: they are the columns of one row, whose groups all begin with the first column."""
     (y,), x = op.results, op.operands[0]
     if product(x.shape) != product(y.shape[1:]):
@@ -193,7 +193,7 @@ def _broadcast_row(op: Operation, layers: Layers) -> Call:
     return _call(layers.kernel("take_columns"), y=y, x=x, rows=1, groups=y.shape[0], group=0, first=0, each=row_bytes)
 
 
-def _rms_norm(op: Operation, layers: Layers) -> Call:
+def _rms_norm(op: Operation, layers: Layers) -> KernelCall:
     (y,), (x, weight, numbers) = op.results, op.operands
     if weight.dtype not in (x.dtype, DType.float32):
         raise UnknownGraph(f"a norm of {x.dtype} by {weight.dtype}")
@@ -203,7 +203,7 @@ def _rms_norm(op: Operation, layers: Layers) -> Call:
     return _call(layers.kernel("rms_norm", x.dtype), **arrays, **sizes, rounds_once=rounds_once, wide_weight=wide)
 
 
-def _rotate(op: Operation, layers: Layers) -> Call:
+def _rotate(op: Operation, layers: Layers) -> KernelCall:
     (y,), (x, cos, sin) = op.results, op.operands
     columns, head_dim = cos.static(1), x.static(2)
     _require(op, 2 * columns <= head_dim, f"cos: its {columns} columns are too many for heads of {head_dim}")
@@ -211,29 +211,29 @@ def _rotate(op: Operation, layers: Layers) -> Call:
     return _call(layers.kernel("rotate", x.dtype), y=y, x=x, cos=cos, sin=sin, **sizes, half=columns, pairs=pairs)
 
 
-def _hadamard(op: Operation, layers: Layers) -> Call:
+def _hadamard(op: Operation, layers: Layers) -> KernelCall:
     (y,), (x,) = op.results, op.operands
     return _call(layers.kernel("hadamard", x.dtype), y=y, x=x, **named("rows heads head_dim", x.shape))
 
 
-def _rotary_tables(op: Operation, layers: Layers) -> Call:
+def _rotary_tables(op: Operation, layers: Layers) -> KernelCall:
     arrays = named("cos sin positions frequencies numbers", (*op.results, *op.operands))
     return _call(layers.kernel("rotary_tables"), **arrays, **named("rows half", op.results[0].shape))
 
 
-def _add_scaled(op: Operation, layers: Layers) -> Call:
+def _add_scaled(op: Operation, layers: Layers) -> KernelCall:
     (total,), (x, y, numbers) = op.results, op.operands
     return _call(layers.kernel("add_scaled", x.dtype), sum=total, x=x, y=y, count=x.size, numbers=numbers)
 
 
-def _gate_units(op: Operation, layers: Layers) -> Call:
+def _gate_units(op: Operation, layers: Layers) -> KernelCall:
     (y,), (gate, up) = op.results, op.operands
     activation = ACTIVATIONS.index(op.parameters["activation"])
     sizes = named("rows columns", up.shape) | named("_ gate_columns", gate.shape)
     return _call(layers.kernel("gate_units", up.dtype), y=y, gate=gate, up=up, **sizes, activation=activation)
 
 
-def _convert(op: Operation, layers: Layers) -> Call:
+def _convert(op: Operation, layers: Layers) -> KernelCall:
     (y,), x = op.results, op.operands[0]
     pair = [CONVERTED.index(each.dtype.name) if each.dtype.name in CONVERTED else -1 for each in (x, y)]
     if DType.float32 not in (x.dtype, y.dtype) or (pair[0] < 0) == (pair[1] < 0) or y.dtype == DType.int32:
@@ -241,18 +241,18 @@ def _convert(op: Operation, layers: Layers) -> Call:
     return _call(layers.kernel("convert"), y=y, x=x, count=x.size, source=pair[0], target=pair[1])
 
 
-def _step_rows(op: Operation, layers: Layers) -> Call:
+def _step_rows(op: Operation, layers: Layers) -> KernelCall:
     lengths, last = op.results
     arrays = named("lengths last positions row_offsets", (lengths, last, *op.operands))
     return _call(layers.kernel("step_rows"), **arrays, rows=lengths.size, batch=last.size)
 
 
-def _ragged_rows(op: Operation, layers: Layers) -> Call:
+def _ragged_rows(op: Operation, layers: Layers) -> KernelCall:
     arrays = named("batch_indices positions row_offsets cache_lengths", (*op.results, *op.operands))
     return _call(layers.kernel("ragged_rows"), **arrays, rows=op.results[0].size, batch=op.operands[1].size)
 
 
-def _pointwise(op: Operation, layers: Layers) -> Call:
+def _pointwise(op: Operation, layers: Layers) -> KernelCall:
     (y,) = op.results
     if op.name in UNARY:
         (x,) = op.operands
@@ -276,7 +276,7 @@ def _strides(operand: Value, y: Value) -> tuple[Word, Word]:
     raise UnknownGraph("operands whose rows differ")
 
 
-def _linear(op: Operation, _: Layers) -> Call:
+def _linear(op: Operation, _: Layers) -> KernelCall:
     x, *weights = op.operands
     for w in weights:
         _require(op, w.shape[1] == x.shape[1], f"w: its depth is {w.static(1)}, that of x is {x.static(1)}")
@@ -287,7 +287,7 @@ def _linear(op: Operation, _: Layers) -> Call:
     return _call(kernel, members=members, count=len(weights), x=x, m=x.shape[0], k=x.shape[1])
 
 
-def _quantised_linear(op: Operation, _: Layers) -> Call:
+def _quantised_linear(op: Operation, _: Layers) -> KernelCall:
     x, *weights = op.operands
     encodings = _encodings(op, len(weights))
     members: list[Word] = []
@@ -298,7 +298,7 @@ def _quantised_linear(op: Operation, _: Layers) -> Call:
     return _call(kernel, members=members, count=len(weights), x=x, m=x.shape[0], k=x.shape[1])
 
 
-def _quantised_rows(op: Operation, _: Layers) -> Call:
+def _quantised_rows(op: Operation, _: Layers) -> KernelCall:
     (y,), (w, rows) = op.results, op.operands
     encoding = int(op.parameters["encoding"])
     _check_row_bytes(op, w.static(1), encoding, y.static(1))
@@ -307,10 +307,10 @@ def _quantised_rows(op: Operation, _: Layers) -> Call:
     return _call(kernel, y=y, w=w, rows=rows, **sizes, encoding=encoding)
 
 
-def _check_row_bytes(op: Operation, found: int, encoding: int, elements: int) -> None:
+def _check_row_bytes(op: Operation, available: int, encoding: int, elements: int) -> None:
     name = ENCODINGS[encoding]
     _require(op, elements % block_elements(name) == 0, f"x: {elements} columns are no blocks of {block_elements(name)}")
-    _require(op, found == (size := row_bytes(name, elements)), f"w: its rows have {found} bytes, not {size}")
+    _require(op, available == (size := row_bytes(name, elements)), f"w: its rows have {available} bytes, not {size}")
 
 
 def _encodings(op: Operation, count: int) -> list[int]:
@@ -325,14 +325,14 @@ def _mask(encodings: Sequence[int]) -> int:
     return mask
 
 
-def _mean(op: Operation, layers: Layers) -> Call:
+def _mean(op: Operation, layers: Layers) -> KernelCall:
     (y,), x = op.results, op.operands[0]
     if x.dtype != DType.float32 or product(y.shape) != product(x.shape[:-1]):
         raise UnknownGraph("a mean that is none of float32 rows")
     return _call(layers.kernel("mean"), y=y, x=x, rows=y.size, columns=x.shape[-1])
 
 
-def _choose_experts(op: Operation, layers: Layers) -> Call:
+def _choose_experts(op: Operation, layers: Layers) -> KernelCall:
     (weights, experts), (logits, bias, sizes, numbers) = op.results, op.operands
     if sizes.data is None:
         raise UnknownGraph("sizes that are not constant")
@@ -356,26 +356,26 @@ def _choose_experts(op: Operation, layers: Layers) -> Call:
     )
 
 
-def _gate_halves(op: Operation, layers: Layers) -> Call:
+def _gate_halves(op: Operation, layers: Layers) -> KernelCall:
     (y,), (x, numbers) = op.results, op.operands
     sizes, clamped = named("rows columns", y.shape), op.parameters["activation"] == "clamped"
     return _call(layers.kernel("gate_halves", x.dtype), y=y, x=x, **sizes, numbers=numbers, clamped=clamped)
 
 
-def _weighted_sum(op: Operation, layers: Layers) -> Call:
+def _weighted_sum(op: Operation, layers: Layers) -> KernelCall:
     (y,), (x, weights) = op.results, op.operands
     sizes = named("rows count columns", x.shape)
     return _call(layers.kernel("weighted_sum", x.dtype), y=y, x=x, weights=weights, **sizes)
 
 
-def _expert_linear(op: Operation, _: Layers) -> Call:
+def _expert_linear(op: Operation, _: Layers) -> KernelCall:
     (y,), (x, w, experts) = op.results, op.operands
     _require(op, w.shape[2] == x.shape[1], f"w: its depth is {w.static(2)}, that of x is {x.static(1)}")
     member = _struct(MEMBER, y=y, w=w, n=w.shape[1], row_bytes=0, encoding=0)
     return _experts(Kernel("experts", (x.dtype.name, w.dtype.name)), member, x, experts, [w])
 
 
-def _quantised_experts(op: Operation, _: Layers) -> Call:
+def _quantised_experts(op: Operation, _: Layers) -> KernelCall:
     x, experts, *weights = op.operands
     encodings = _encodings(op, len(weights))
     members: list[Word] = []
@@ -386,13 +386,13 @@ def _quantised_experts(op: Operation, _: Layers) -> Call:
     return _experts(kernel, members, x, experts, weights)
 
 
-def _experts(kernel: Kernel, members: list[Word], x: Value, experts: Value, weights: Sequence[Value]) -> Call:
+def _experts(kernel: Kernel, members: list[Word], x: Value, experts: Value, weights: Sequence[Value]) -> KernelCall:
     sizes = named("m k", x.shape) | named("rows", experts.shape)
     count, num_experts = len(weights), weights[0].shape[0]
     return _call(kernel, members=members, count=count, x=x, experts=experts, num_experts=num_experts, **sizes)
 
 
-def _causal_conv1d(op: Operation, _: Layers) -> Call:
+def _causal_conv1d(op: Operation, _: Layers) -> KernelCall:
     (y,), (x, weight, bias, windows, layer, *table) = op.results, op.operands
     flags = {"silu": op.parameters["activation"] == "silu", "wide_weight": weight.dtype == DType.float32}
     return _call(
@@ -406,7 +406,7 @@ def _causal_conv1d(op: Operation, _: Layers) -> Call:
     )
 
 
-def _linear_recurrence(op: Operation, layers: Layers) -> Call:
+def _linear_recurrence(op: Operation, layers: Layers) -> KernelCall:
     x, *_, matrices, layer = op.operands[:10]
     return _call(
         Kernel("layer_recurrence", (layers.dtype,)),
@@ -419,7 +419,7 @@ def _linear_recurrence(op: Operation, layers: Layers) -> Call:
     )
 
 
-def _gated_norm(op: Operation, _: Layers) -> Call:
+def _gated_norm(op: Operation, _: Layers) -> KernelCall:
     x, z, weight, _numbers = op.operands
     flags = {"gate_first": op.parameters["gate_first"], "wide_weight": weight.dtype == DType.float32}
     return _call(
@@ -436,7 +436,7 @@ def _states(table: Sequence[Value], buffer: Value) -> list[Word]:
     return _struct(STATES, **arrays, requests=table[1].size, saves=table[3].size, slots=buffer.shape[0])
 
 
-def _append(op: Operation, _: Layers) -> Call:
+def _append(op: Operation, _: Layers) -> KernelCall:
     k, v, requests, positions, *cache = op.operands
     rows, memory = k.dtype.name, cache[0].dtype.name
     if rows == memory:
@@ -450,7 +450,7 @@ def _append(op: Operation, _: Layers) -> Call:
     )
 
 
-def _attention(op: Operation, _: Layers) -> Call:
+def _attention(op: Operation, _: Layers) -> KernelCall:
     (o, lse), (q, row_batch, row_lengths, *rest) = op.results, op.operands
     cache, (slopes, sinks, window_left, options) = rest[:4], rest[4:]
     if options.data is None or options.data[SOFTMAX_OPTIONS.index("rope_theta")]:
@@ -468,7 +468,7 @@ def _attention(op: Operation, _: Layers) -> Call:
     )
 
 
-def _latent_attention(op: Operation, _: Layers) -> Call:
+def _latent_attention(op: Operation, _: Layers) -> KernelCall:
     (o, lse), (q_nope, q_pe, row_batch, row_lengths, *rest) = op.results, op.operands
     cache, (sinks, options) = rest[:4], rest[4:]
     return _call(
@@ -532,7 +532,7 @@ def _cache_in_one(
     )
 
 
-_OPS: dict[str, tuple[Callable[[Operation, Layers], Call], str]] = {
+_OPS: dict[str, tuple[Callable[[Operation, Layers], KernelCall], str]] = {
     **dict.fromkeys((*UNARY, *BINARY), (_pointwise, "x|xx")),
     "CastOp": (_convert, "?|?*"),
     "paged_kv_take_rows": (_take_rows, "x|xi"),

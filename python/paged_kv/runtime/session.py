@@ -65,13 +65,13 @@ class Runtime:
             self._session = InferenceSession(devices=[self.driver_device])
         return self._session
 
-    def load(self, wanted: Iterable[Variant]) -> None:
+    def load(self, variants: Iterable[Variant]) -> None:
         """Loads the libraries of some variants, or builds them.
 
         Raises:
             ToolchainError: as `host_calls.load_variants`.
         """
-        host_calls.load_variants(wanted)
+        host_calls.load_variants(variants)
 
     def execute(self, variant: Variant, *inputs: Any) -> list[Any]:
         """Runs one variant; see `Variant.build` for the inputs. Raises as `host_calls.execute`."""
@@ -86,7 +86,7 @@ class GraphRuntime(Runtime):
         self._models: dict[Variant, Model] = {}
         self._loading = Lock()
 
-    def load(self, wanted: Iterable[Variant]) -> None:
+    def load(self, variants: Iterable[Variant]) -> None:
         """Loads those of `wanted` that are missing, compiled together where the disk has them not.
 
         Raises:
@@ -94,10 +94,10 @@ class GraphRuntime(Runtime):
         """
         check_not_forked()  # first: the parent's lock may be held for ever here
         with self._loading:
-            self._load({variant for variant in wanted if variant not in self._models})
+            self._load({variant for variant in variants if variant not in self._models})
 
-    def _load(self, wanted: set[Variant]) -> None:
-        missing = sorted(wanted, key=lambda variant: variant.name)
+    def _load(self, variants: set[Variant]) -> None:
+        missing = sorted(variants, key=lambda variant: variant.name)
         if not missing:
             return
         by_name = {variant.name: variant for variant in missing}

@@ -36,7 +36,7 @@ class Part:
     """Those of products by weights in all runs; 0 where it is not known how many."""
 
 
-class _Call(NamedTuple):
+class _ProfiledCall(NamedTuple):
     operation: str
     layer: str
     weight_bytes: int
@@ -63,7 +63,7 @@ class StepProfile:
         """Nanoseconds of a clock at which each call of a run began, and the last one ended."""
         self._ns = np.zeros(len(of_call), np.int64)
         layers = list(layers_of(operations))
-        read = [_Call(operation_name(op), "", *_product(op)) for op in operations]
+        read = [_ProfiledCall(operation_name(op), "", *_product(op)) for op in operations]
         self._calls = [read[op]._replace(layer=layers[op]) for op in of_call]
         self._sizes = dict.fromkeys((call.flops.symbol for call in self._calls if call.flops.coefficient), 0)
 
@@ -88,7 +88,7 @@ class StepProfile:
         """The layers in their order, and what comes before and after them."""
         return self._parts(lambda call: call.layer)
 
-    def _parts(self, name_of: Callable[[_Call], str]) -> list[Part]:
+    def _parts(self, name_of: Callable[[_ProfiledCall], str]) -> list[Part]:
         parts: dict[str, Part] = {}
         for call, ns in zip(self._calls, self._ns.tolist(), strict=True):
             part = parts.setdefault(name_of(call), Part(name_of(call)))
@@ -120,8 +120,8 @@ def layers_of(operations: Sequence[Operation]) -> Iterator[str]:
     for op in operations:
         for value in op.operands:
             if value.memory.weight:
-                found = _LAYER.search(value.memory.weight)
-                here = f"layer {found[1]}" if found else FIRST if here == FIRST else LAST
+                match = _LAYER.search(value.memory.weight)
+                here = f"layer {match[1]}" if match else FIRST if here == FIRST else LAST
         yield here
 
 

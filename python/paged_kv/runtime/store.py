@@ -96,20 +96,20 @@ class Store:
 
     def find(self, digests: Iterable[str]) -> list[Artefact]:
         """The whole files under these names, each once. Those that are not whole are removed."""
-        found: dict[tuple[int, int], Artefact] = {}
+        artefacts: dict[tuple[int, int], Artefact] = {}
         for digest in digests:
             path = self.path_of(digest)
             with _opened(path) as file:
                 if file is None:
                     continue
                 status = os.fstat(file.fileno())
-                artefact = found.get((status.st_dev, status.st_ino)) or read_sealed(path, file)
+                artefact = artefacts.get((status.st_dev, status.st_ino)) or read_sealed(path, file)
             if artefact is None or digest not in artefact.names:
                 self.remove(path)
                 continue
-            found[status.st_dev, status.st_ino] = artefact
+            artefacts[status.st_dev, status.st_ino] = artefact
             artefact.digests.add(digest)
-        return list(found.values())
+        return list(artefacts.values())
 
     def keep(self, digests: Sequence[str], write: Callable[[Path], object]) -> str | None:
         """Puts one file under several names, each of which appears when the file is whole and sealed.

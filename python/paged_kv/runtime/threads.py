@@ -80,10 +80,10 @@ def pool_has_started() -> bool | None:
     if _MAX_MODULE not in sys.modules:
         return False
 
-    def known(tasks: list[_Task]) -> bool:
+    def is_certain(tasks: list[_Task]) -> bool:
         return any(task.is_of_pool for task in tasks) or not any(task.may_take_a_name for task in tasks)
 
-    return any(task.is_of_pool for task in _settled(known))
+    return any(task.is_of_pool for task in _settled(is_certain))
 
 
 def started_pool_threads() -> int | None:
@@ -198,20 +198,20 @@ class _Task:
 
 
 def _tasks() -> list[_Task]:
-    found, now = [], time.clock_gettime(time.CLOCK_BOOTTIME)
+    tasks, now = [], time.clock_gettime(time.CLOCK_BOOTTIME)
     for folder in _TASKS.iterdir():
         if folder.name == str(os.getpid()):  # the first thread of all is none of the pool's
             continue
         with suppress(OSError):  # it has ended
-            found.append(_Task.of(folder, now))
-    return found
+            tasks.append(_Task.of(folder, now))
+    return tasks
 
 
-def _settled(known: Callable[[list[_Task]], bool]) -> list[_Task]:
+def _settled(is_certain: Callable[[list[_Task]], bool]) -> list[_Task]:
     """The threads of this process once they tell what is asked, or when they have been given time enough."""
     end = time.monotonic() + _SETTLE_SECONDS
     while True:
         tasks = _tasks()
-        if known(tasks) or time.monotonic() > end:
+        if is_certain(tasks) or time.monotonic() > end:
             return tasks
         time.sleep(0.001)

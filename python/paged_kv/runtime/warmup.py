@@ -32,11 +32,11 @@ def warmup(
     caches = _chosen("kv_dtypes", kv_dtypes, (*KV_DTYPES, *CODE_DTYPES))
     narrow = (*FLOAT8_DTYPES, *CODE_DTYPES)
     pairs = [(q, stored_dtype(kv)) for q in queries for kv in caches if kv == q or kv in narrow]
-    wanted = [Kernel("attention", (q, kv, q)) for q, kv in pairs]
+    kernels = [Kernel("attention", (q, kv, q)) for q, kv in pairs]
     if any(kv in FLOAT8_DTYPES for kv in caches):
-        wanted.append(Kernel("append", ("uint8", "uint8")))  # float8 rows are copied
-    load(wanted, exact=exact)
-    return [str(library) for library in dict.fromkeys(kernel.library for kernel in wanted)]
+        kernels.append(Kernel("append", ("uint8", "uint8")))  # float8 rows are copied
+    load(kernels, exact=exact)
+    return [str(library) for library in dict.fromkeys(kernel.library for kernel in kernels)]
 
 
 def _chosen(argument: str, names: Sequence[str] | None, legal: Iterable[str]) -> list[str]:

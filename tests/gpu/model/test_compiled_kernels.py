@@ -12,7 +12,7 @@ from gpu.model import programs
 from gpu.model.cubins import Kernel
 from gpu.rules import block_threads
 from paged_kv.graphs.ops import BITS, CODES
-from paged_kv.runtime.kernel_launches import kernel_of
+from paged_kv.runtime.kernel_launches import kernel_label
 from support.dtype_pairs import GPU_CODE_PAIRS, GPU_DTYPES, GPU_PAIRS
 
 pytestmark = pytest.mark.waits_for(programs.api, *programs.generic.values())
@@ -51,13 +51,13 @@ def test_every_kernel_of_the_api_is_there(sm90):
     row_copies = 2 * 2 * len(BITS)  # append and gather, 16 bytes or an element at once
     row_copies += 2 * (len(GPU_CODE_PAIRS) + len(CODES))  # of codes, aligned or not
     page_copies = 2  # 16 bytes or an element at once
-    found = Counter(kernel_of(kernel.name) for kernel in sm90)
+    found = Counter(kernel_label(kernel.name) for kernel in sm90)
     attention = {"gpu/hopper": hopper, "gpu/generic": generic, "gpu/latent": pairs * LATENT_SIZES}
     around = {"gpu/schedule": schedules, "gpu/combine": schedules, "merge_states": len(GPU_DTYPES)}
     for kernel, count in (attention | around).items():
         assert found.pop(kernel) == count, kernel
     assert found.total() == row_copies + page_copies + 1  # ragged_rows
-    threads = Counter(kernel.max_threads for kernel in sm90 if kernel_of(kernel.name) == "gpu/hopper")
+    threads = Counter(kernel.max_threads for kernel in sm90 if kernel_label(kernel.name) == "gpu/hopper")
     assert threads == {HOPPER_THREADS: hopper - float8, FLOAT8_THREADS: float8}
 
 

@@ -15,7 +15,7 @@ from paged_kv.graphs.ops import DTYPES
 from paged_kv.kv_formats import CODE_DTYPES
 from paged_kv.runtime.cpu_target import CpuInfo, apply_cpu_target
 from paged_kv.runtime.doctor import explain_kernels
-from paged_kv.runtime.kernel_choice import ARCHITECTURES, explain, kernels_of
+from paged_kv.runtime.kernel_choice import ARCHITECTURES, attention_kernels, explain
 from support.dtype_pairs import PAIRS
 
 
@@ -96,5 +96,5 @@ def test_the_kernels_of_a_gpu_are_those_of_its_calls(architecture):
     """The doctor speaks of a GPU without compiling anything, and no GPU that is compiled for is left out."""
     best = attention_kernel(architecture, *HALF, 128, 4, 16)
     assert explained(architecture, 128, 4, 16)[HALF].startswith(f"{best}:")
-    assert kernels_of(architecture).startswith(best)
+    assert attention_kernels(architecture).startswith(best)
     assert set(ARCHITECTURES) == set(programs.ARCHITECTURES)
