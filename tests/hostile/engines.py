@@ -96,8 +96,7 @@ class EngineRun:
             disk=on_disk if shares and rng.random() < 0.5 else None,
             speculate=[None, "lookup", self.draft][rng.integers(3)],
         )
-        if self.engine._speculation is not None:
-            guess_often(self.engine)
+        guess_often(self.engine)
         self.ledger = Ledger(self.engine)
         self.streams: dict[int, OutputStream] = {}
         self.prefixes = [rng.integers(0, VOCAB, 20).tolist() for _ in range(2)]
@@ -121,7 +120,7 @@ class EngineRun:
             self.read()
         self.ledger.finish()
         self.ledger.check(self.window, 10**9 if self.fails_decoding else 0)
-        if self.engine._speculation is not None and self.engine._speculation._draft is not None:
+        if self.engine._speculation._draft is not None:
             self.engine._speculation._draft._pool.check_integrity()
         assert max(rows, default=0) <= self.max_running, "more rows than max_running"
 

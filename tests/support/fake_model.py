@@ -11,8 +11,8 @@ import numpy as np
 
 from paged_kv.checkpoint.config import load_config
 from paged_kv.engine.demo_model import FOLDER
+from paged_kv.engine.interfaces import StepStates
 from paged_kv.engine.sampling import History, Sampling, choose
-from paged_kv.engine.states import StepStates
 from paged_kv.graphs.models.config import DecoderConfig, with_windows_apart
 from paged_kv.graphs.rope import Rope
 from paged_kv.options import NO_PAGE

@@ -5,8 +5,8 @@ import torch
 import transformers
 
 from paged_kv.engine.engine import Engine
+from paged_kv.engine.interfaces import StepStates
 from paged_kv.engine.requests import Sampling
-from paged_kv.engine.states import StepStates
 from support.checkpoints import make_checkpoint, relative_error
 from support.llama_family import poison
 

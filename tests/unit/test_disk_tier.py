@@ -242,7 +242,7 @@ def test_what_another_process_removed_is_written_again(tmp_path):
     before = bytes_in(tmp_path)
     for file in tmp_path.glob("*.page"):
         file.unlink()
-    engine._batching.prefixes.clear()
+    engine._pages.prefixes.clear()
     assert answered(engine) == alone(PROMPT, FIVE)
     engine.flush()
     assert bytes_in(tmp_path) > 0.97 * before  # but for the page behind the prompt, which nobody has missed yet

@@ -154,8 +154,14 @@ def test_pages_freed_early_are_not_counted_again():
 
 
 def test_time_is_shared_between_prompts_and_decoding(monkeypatch):
-    ticks = iter(range(100))
-    monkeypatch.setattr(engine_module.time, "perf_counter", lambda: next(ticks))
+    seconds, step = [0], FakeModel.step
+
+    def timed(*arguments):
+        seconds[0] += 1
+        return step(*arguments)
+
+    monkeypatch.setattr(FakeModel, "step", timed)
+    monkeypatch.setattr(engine_module.time, "perf_counter", lambda: seconds[0])
     statistics = Played([[1] * 9, [2] * 2, [3] * 4], Sampling(3), max_step_tokens=5).statistics
     # Steps of 5, 5, 5, 3, 2 and 1 tokens, one second each, with 5, 5, 4, 1, 0 and 0 of them from prompts.
     assert statistics.prefill_seconds == pytest.approx(1 + 1 + 0.8 + 1 / 3)

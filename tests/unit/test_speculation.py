@@ -96,7 +96,7 @@ def test_only_what_was_chosen_becomes_a_known_prefix(page_size):
         engine.add_request(prompt, Sampling(40, 1.0, seed=prompt[0]))
     for (number, _), tokens in run(engine).items():
         whole = [*prompts[number], *tokens]
-        assert engine._batching.prefixes.match(whole) == (len(whole) - 1) // page_size * page_size
+        assert engine._pages.prefixes.match(whole) == (len(whole) - 1) // page_size * page_size
         again = [token for output in engine.stream([*whole, 5], Sampling(9)) for token in output.tokens]
         assert again == alone([*whole, 5], Sampling(9))
     assert engine.statistics.draft_tokens > engine.statistics.accepted_tokens > 50

@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_kv.arguments import integer, shown
-from paged_kv.engine.batching import Batch, Batching
+from paged_kv.engine.batching import Batching
+from paged_kv.engine.disk_prefixes import DiskPrefixes, DiskStates, DiskWindows
 from paged_kv.engine.disk_tier import DiskPages, DiskTier
 from paged_kv.engine.interfaces import EngineModel, Statistics, TextCoder, compile_structure
 from paged_kv.engine.outputs import OutputStream
@@ -35,10 +36,12 @@ from paged_kv.engine.requests import (
     check_prompt,
     most_tokens,
 )
+from paged_kv.engine.resources import Batch, HybridPages, Pages, Resource, SharedPages
 from paged_kv.engine.sampling import Choice, Sampling, choose, logprobs_of
-from paged_kv.engine.speculation import DraftModel, Speculation
+from paged_kv.engine.speculation import DraftModel, NoSpeculation, Speculation
+from paged_kv.engine.states import SharedStates, States
 from paged_kv.engine.stop_text import StopText
-from paged_kv.engine.windows import SampleWindows
+from paged_kv.engine.windows import Windows
 from paged_kv.errors import ContractError, ContractTypeError, PagedKVError, PoolExhausted, RequestError
 from paged_kv.pool import PagePool, PrefixCache, WindowPages, pages_needed
 from paged_kv.runtime.forks import renew_in_children
@@ -110,24 +113,17 @@ class Engine:
             raise ContractError(f"max_gap must be a positive number of seconds, not {shown(max_gap)}")
         self._speculation = _speculation(speculate, model, max_step_tokens, share_prefixes)
         self._disk = None if disk is None else DiskPages(disk, model)
-        longest = model.config.longest_window
-        windows = None
-        self.window_pool: PagePool | None = None
+        self.window_pool = PagePool(model.num_window_pages, model.page_size) if model.num_window_pages else None
         """The pages of the layers with windows; None where they have none of their own."""
-        if model.num_window_pages:
-            self.window_pool = PagePool(model.num_window_pages, model.page_size)
-            windows = SampleWindows(WindowPages(self.window_pool, longest), partial(model.copy_page, windows=True))
+        self._pages, others = resources_of(model, self.pool, self.window_pool, self._disk, share_prefixes)
+        self._resources = [self._pages, *others]
         self._batching = Batching(
-            self.pool,
-            model.copy_page,
+            self._resources,
+            self._speculation,
+            page_size=model.page_size,
             max_step_tokens=max_step_tokens,
             max_running=self._max_running,
-            share_prefixes=share_prefixes,
             max_gap=max_gap,
-            disk=self._disk,
-            speculation=self._speculation,
-            windows=windows,
-            window_left=longest if windows is not None or min(model.config.windows, default=-1) >= 0 else None,
         )
         self._numbers = count()
         self._wanted: deque[Request] = deque()  # requests to add or to end, since the last step
@@ -155,7 +151,7 @@ class Engine:
     @property
     def tokens_restored(self) -> int:
         """Tokens whose K and V were read from the disk tier."""
-        return self._batching.tokens_restored
+        return sum(resource.tokens_restored for resource in self._resources)
 
     def flush(self) -> None:
         """Waits until the disk tier, if there is one, has written all pages that it was given."""
@@ -324,9 +320,9 @@ class Engine:
             return load_prefix(path, self.model, prefixes, namespace, key)
 
     def _known_prefixes(self) -> PrefixCache:
-        if self._batching.prefixes is None:
+        if not isinstance(self._pages, SharedPages):
             raise ContractError("share_prefixes: an engine without it knows no prefix")
-        return self._batching.prefixes
+        return self._pages.prefixes
 
     def encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         """The tokens of a prompt. Raises as `add_request`."""
@@ -347,7 +343,7 @@ class Engine:
             raise ContractError("stop: texts that end a sample need a tokenizer")
         sampling.check_vocabulary(config.vocab_size)
         root = None if self._disk is None else self._disk.root(namespace)
-        namespace = self._namespace(namespace)
+        namespace = self._pages.namespace(namespace)
         limit = most_tokens(config, tokens, sampling)
         needed = pages_needed(limit - 1, self.pool.page_size)
         if needed > self.pool.num_pages:
@@ -361,12 +357,6 @@ class Engine:
         return Request(
             next(self._numbers), tokens, sampling, n, namespace, seed, limit, end, outbox, structure, root=root
         )
-
-    def _namespace(self, namespace: Hashable) -> Hashable:
-        """Return what stands for a namespace in later look-ups: they call no `__hash__` of the user's, which may
-        raise.
-        """
-        return None if self._batching.prefixes is None else self._batching.prefixes.namespace(namespace)
 
     def _refuse_inside(self) -> None:
         if self._stepping._is_owned():  # type: ignore[attr-defined]
@@ -386,27 +376,27 @@ class Engine:
 
     def _execute(self, batch: Batch, counts: list[int], began: float) -> npt.NDArray[np.float32]:
         """Logits after the last `counts[i]` tokens of each sample; all of them are in the cache afterwards."""
-        planned = began if self._speculation is None else time.perf_counter()
+        planned = time.perf_counter()
         drafted = [max(0, sample.cached + len(new) - len(sample.tokens)) for sample, new in batch]
         total = sum(len(new) for _, new in batch)
         prompts = sum(len(new) for sample, new in batch if sample.cached < len(sample.request.prompt))
-        states = self._batching.states(batch)
+        memory = self._batching.memory(batch)
         if self.record is not None:
             self.record.begin([(sample.key, sample.cached, new) for sample, new in batch], counts)
         logits = self.model.step(
             [new for _, new in batch],
             [sample.cached for sample, _ in batch],
-            [self.pool.pages(sample.key) for sample, _ in batch],
+            memory.pages,
             counts if any(count > 1 for count in counts) else None,
-            states,
-            self._batching.window_pages(batch),
+            memory.states,
+            memory.window_pages,
         )
         ended = time.perf_counter()
         if self.record is not None:
             self.record.end(logits)
         self.statistics.add_step(ended - began, prompts, total - prompts - sum(drafted), self.pool.num_used)
         self._batching.timed(batch, ended - began)
-        if self._speculation is not None and not prompts:
+        if not prompts:
             self._speculation.timed(total, ended - planned)
         return logits
 
@@ -439,13 +429,9 @@ class Engine:
                 if drafts and output.tokens == (drafts[0],) and output.finish is None:
                     further.append((sample, row + 1, right + 1, drafts[1:]))
                 elif right or drafts:
-                    self._judged(sample, right, right + len(drafts))
+                    self.statistics.add_drafts(right, right + len(drafts))
+                    self._speculation.learn(sample, right, right + len(drafts))
             turn = further
-
-    def _judged(self, sample: Sample, right: int, drafted: int) -> None:
-        self.statistics.add_drafts(right, drafted)
-        if self._speculation is not None:
-            self._speculation.learn(sample, right, drafted)
 
     def _next_output(self, sample: Sample, choice: Choice | ContractError) -> Output:
         request = sample.request
@@ -522,9 +508,40 @@ class Engine:
                     self._give(sample, _failed(sample, error))
 
 
-def _speculation(speculate: Any, model: EngineModel, max_step_tokens: int, share_prefixes: bool) -> Speculation | None:
-    if speculate is None or (isinstance(speculate, str) and speculate == "lookup"):
-        return None if speculate is None else Speculation()
+def resources_of(
+    model: EngineModel, pool: PagePool, window_pool: PagePool | None, disk: DiskPages | None, share_prefixes: bool
+) -> tuple[Pages, list[Resource]]:
+    """The memory that samples of a model have: their pages, and what comes after these."""
+    config, resources = model.config, list[Resource]()
+    windows = None
+    if window_pool is not None:
+        window_pages = WindowPages(window_pool, config.longest_window)
+        windows = Windows(window_pages, partial(model.copy_page, windows=True))
+    has_windows_alone = windows is None and min(config.windows, default=-1) >= 0
+    window_left = config.longest_window if has_windows_alone else None
+    if not share_prefixes:
+        if model.num_states:
+            resources.append(States(pool))
+        return Pages(pool, model.copy_page, window_left), resources + ([] if windows is None else [windows])
+    prefixes = PrefixCache(pool, windows=None if windows is None else windows.windows)
+    pages = (HybridPages if model.num_states else SharedPages)(prefixes, model.copy_page, window_left)
+    if model.num_states:
+        resources.append(SharedStates(prefixes))
+    if windows is not None:
+        resources.append(windows)
+    if disk is not None:
+        if windows is not None:
+            resources.append(DiskWindows(disk, pages, windows))
+        else:
+            resources.append((DiskStates if model.num_states else DiskPrefixes)(disk, pages))
+    return pages, resources
+
+
+def _speculation(speculate: Any, model: EngineModel, max_step_tokens: int, share_prefixes: bool) -> Speculation:
+    if speculate is None:
+        return NoSpeculation()
+    if isinstance(speculate, str) and speculate == "lookup":
+        return Speculation()
     if isinstance(speculate, str) or not hasattr(speculate, "step"):
         raise ContractTypeError(f"speculate must be 'lookup' or a model, not {shown(speculate)}")
     if speculate is model:

@@ -10,11 +10,20 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_kv.engine.prefix_file import PagedModel
-from paged_kv.engine.states import StepStates
 from paged_kv.engine.stop_text import Decoder
 from paged_kv.errors import ContractError
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.structured_output import CompiledStructure, Structure, StructureCompiler
+
+
+@dataclass(frozen=True)
+class StepStates:
+    """The slots that a step reads and saves states in (`graphs.inputs.StateInputs`), for each request."""
+
+    sources: Sequence[int]
+    """Slots; -1 where no token came before."""
+    saves: Sequence[Sequence[tuple[int, int]]]
+    """After how many of its tokens its state is saved in which slots; at last after all of them."""
 
 
 class EngineModel(PagedModel, Protocol):

@@ -20,9 +20,9 @@ from paged_kv.arrays.dtypes import numpy_dtype
 from paged_kv.arrays.host import to_buffer, to_numpy
 from paged_kv.checkpoint.source import Source, open_source
 from paged_kv.checkpoint.weights import OnProgress
+from paged_kv.engine.interfaces import StepStates
 from paged_kv.engine.prefix_file import Bits
 from paged_kv.engine.run_record import RunRecord
-from paged_kv.engine.states import StepStates
 from paged_kv.engine.step import StepGraph
 from paged_kv.errors import ContractError
 from paged_kv.graphs.inputs import WindowInputs, page_table, state_inputs, step_inputs

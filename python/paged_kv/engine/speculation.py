@@ -195,7 +195,7 @@ class Speculation:
         self._sums = np.zeros(5, np.float64)  # over steps: 1, rows, rows^2, seconds, rows * seconds
 
     def propose(
-        self, samples: Sequence[Sample], most: Sequence[int], rows: int, running: Sequence[Sample]
+        self, samples: Sequence[Sample], most: Sequence[int], rows: int, running: Sequence[Sample], /
     ) -> list[list[int]]:
         """Drafts for samples that bring their last token to a step.
 
@@ -227,7 +227,7 @@ class Speculation:
         sample.luck.add(tried, right)
         self._share += (right / tried - self._share) / 64
 
-    def timed(self, rows: int, seconds: float) -> None:
+    def timed(self, rows: int, seconds: float, /) -> None:
         """Says what a step without prompts took."""
         if self._sums[0]:
             seconds = min(seconds, 3 * self._sums[3] / self._sums[0])  # other programs ran
@@ -264,6 +264,17 @@ class Speculation:
         row = (count * covariance + ROW_COST * seconds) / (count * variance + 1)
         row = min(max(row, 0.005 * seconds), seconds / rows)
         return seconds - row * rows, row
+
+
+class NoSpeculation(Speculation):
+    """Drafts nothing."""
+
+    def propose(self, samples: Sequence[Sample], *_: object) -> list[list[int]]:
+        """No draft of each."""
+        return [[] for _ in samples]
+
+    def timed(self, *_: float) -> None:
+        """Learns nothing."""
 
 
 def _mean(old: float | None, new: float) -> float:
