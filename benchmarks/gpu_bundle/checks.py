@@ -12,7 +12,7 @@
     host        what a call costs the host: runs enqueued one after the other, without a wait
     latent      MLA decode at DeepSeek's sizes: against float64, and the time of the device
     demo        `paged-kv demo` on the device: shared prefixes, samples, preemption, and a recompute in NumPy
-    pages       the demo's model in an engine: forks, a prefix file, the disk tier, lookup
+    pages       the demo's model in an engine: forks, the disk tier, lookup
     families    small models of five kinds against transformers, and caches of codes against the CPU
     llama       steps of a Llama of 1.1 G parameters: logits of a prompt against float64, milliseconds a step
 

@@ -71,21 +71,17 @@ def pages(device: str) -> str:
         tier = DiskTier(Path(folder, "tier"), 1 << 26)
         first = Engine(model(), disk=tier)
         texts = {"forks": tokens_of(first, prompt, 3), "again": tokens_of(first, prompt)}
-        saved = first.save_prefix(Path(folder, "prefix"), prompt)
         first.flush()
         restarted = Engine(model(), disk=DiskTier(Path(folder, "tier"), 1 << 26))
         texts["from disk"] = tokens_of(restarted, prompt)
-        loaded = Engine(model())
-        loaded.load_prefix(Path(folder, "prefix"))
-        texts["from a file"] = tokens_of(loaded, prompt)
         texts["lookup"] = tokens_of(Engine(model(), speculate="lookup"), prompt)
-        emit(check="pages", saved=saved, restored=restarted.tokens_restored, found=loaded.tokens_found)
-        if not (restarted.tokens_restored and loaded.tokens_found):
-            raise AssertionError("pages of a file were not found")
+        emit(check="pages", restored=restarted.tokens_restored)
+        if not restarted.tokens_restored:
+            raise AssertionError("pages on disk were not found")
     for name, found in texts.items():
         if any(text != expected for text in found):
             raise AssertionError(f"{name}: {found}, alone {expected}")
-    return "forks, the disk tier, prefix files and lookup change no token"
+    return "forks, the disk tier and lookup change no token"
 
 
 def llama(device: str) -> str:

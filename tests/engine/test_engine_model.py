@@ -12,7 +12,7 @@ from max.dtype import DType
 from paged_kv.engine.disk_tier import DiskTier
 from paged_kv.engine.engine import Engine
 from paged_kv.engine.requests import Sample, Sampling
-from paged_kv.errors import CheckpointError, ContractError, RequestError
+from paged_kv.errors import ContractError, RequestError
 from paged_kv.graphs.models.config import with_cache_rotation
 from support.checkpoints import make_checkpoint
 from support.llama_family import Member, load_family, poison
@@ -23,7 +23,6 @@ SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "
 SLOTS = 400
 BYTES = {"int8": 20, "int4": 12}
 """The bytes of a head of 16 elements and its scale."""
-OTHERS = {"model": "rotated", "rotated": "model", "int8": "int4", "int4": "int8"}
 """Each model, and one whose pages mean something else."""
 
 
@@ -105,28 +104,6 @@ def test_requests_that_share_get_the_tokens_that_each_gets_alone(models, name, c
         for sample in range(n):
             tokens, whole = together[number, sample], next(expected)
             assert tokens == (whole[: len(tokens)] if number in aborted else whole), (number, sample)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_prefix_from_a_file_gives_the_tokens_of_one_that_was_computed(models, tmp_path, name):
-    """A model whose pages mean something else refuses it."""
-    model, prompt = models[name], np.random.default_rng(3).integers(0, 256, 300).tolist()
-
-    def answer(engine):
-        return [token for output in engine.stream(prompt, Sampling(20)) for token in output.tokens]
-
-    poison(model)
-    first = Engine(model)
-    expected = answer(first)
-    assert first.save_prefix(tmp_path / "prefix", prompt) == 300
-    poison(model)
-    restarted = Engine(model)
-    assert restarted.load_prefix(tmp_path / "prefix") == 300
-    assert answer(restarted) == expected
-    assert restarted.statistics.prompt_tokens == 5
-    with pytest.raises(CheckpointError, match="that of this model is"):
-        Engine(models[OTHERS[name]]).load_prefix(tmp_path / "prefix")
 
 
 @pytest.mark.parametrize("kv_format", BYTES)

@@ -5,7 +5,6 @@ compiler is needed.
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from support.engine_runs import Asked, Ledger, Letters, guess_often
 from support.fake_model import VOCAB, FakeDraft, logits_after
 from support.interrupts import interrupted
 
-KEYS = (None, b"k" * 16, b"another key of bytes")
 STRUCTURES = (Regex("[a-e]{2,9}"), Regex("(ab|cd)*[x-z]?w"), Grammar('start: "f" start "g" | "h"\n'), Regex("[a-w]*"))
 
 
@@ -100,7 +98,6 @@ class EngineRun:
         self.ledger = Ledger(self.engine)
         self.streams: dict[int, OutputStream] = {}
         self.prefixes = [rng.integers(0, VOCAB, 20).tolist() for _ in range(2)]
-        self.files: list[tuple[Path, Any]] = []
 
     def run(self) -> None:
         rows: list[int] = []
@@ -109,7 +106,7 @@ class EngineRun:
             rows.append(len(tokens)) or step(tokens, *rest, **states)
         )
         acts = [self.ask] * 3 + [self.step] * 6 + [self.interrupt]
-        acts += [self.stream, self.read, self.abort, self.bad, self.files_of_prefixes]
+        acts += [self.stream, self.read, self.abort, self.bad]
         for _ in range(int(self.rng.integers(5, 30))):
             acts[self.rng.integers(len(acts))]()
             self.engine.pool.check_integrity()
@@ -218,8 +215,6 @@ class EngineRun:
             lambda: self.engine.add_request([1], thing),
             lambda: self.engine.add_request([1], Sampling(1), namespace=thing),
             lambda: self.engine.abort(thing),
-            lambda: self.engine.load_prefix(thing),
-            lambda: self.engine.load_prefix(self.folder / "missing", key=thing),
             lambda: Engine(self.model, max_running=thing, max_step_tokens=thing),
         ]
         at = int(self.rng.integers(len(calls)))
@@ -229,27 +224,3 @@ class EngineRun:
         self.ledger.aborted |= before - after  # a number of NumPy is one
         for number in after - before:
             self.engine.abort(number)
-
-    def files_of_prefixes(self) -> None:
-        rng, engine = self.rng, self.engine
-        key = KEYS[rng.integers(3)]
-        if not self.files or rng.random() < 0.4:
-            path = self.folder / f"prefix {len(self.files)}"
-            if self.attempt(lambda: engine.save_prefix(path, self.prefixes[rng.integers(2)], key=key)):
-                self.files.append((path, key))
-            return
-        path, right = self.files[rng.integers(len(self.files))]
-        content = bytearray(path.read_bytes())
-        damaged = rng.random() < 0.6
-        if damaged:
-            other = self.folder / "damaged"
-            for _ in range(int(rng.integers(1, 4))):
-                content[int(rng.integers(len(content)))] ^= 1 << int(rng.integers(8))
-            damaged = bytes(content) != path.read_bytes()
-            other.write_bytes(content[: rng.integers(len(content))] if rng.random() < 0.3 else content)
-            path = other
-        count = engine.pool.num_cached, engine.pool.num_used
-        loaded = self.attempt(lambda: engine.load_prefix(path, key=key))
-        assert loaded is None or (not damaged and key == right), "a file that is damaged, or of another key"
-        assert loaded or engine.pool.num_used == count[1], "pages are held"
-        assert loaded is None or math.isfinite(loaded)

@@ -13,7 +13,7 @@ import pytest
 from paged_kv.engine import disk_tier
 from paged_kv.engine.disk_tier import DiskTier
 from paged_kv.engine.engine import Engine
-from paged_kv.engine.prefix_file import expected, pack
+from paged_kv.engine.page_file import metadata_of, pack
 from paged_kv.engine.requests import Sampling
 from paged_kv.errors import ContractError, ContractTypeError
 from support.engine_runs import Ledger
@@ -190,16 +190,16 @@ def test_a_whole_file_that_says_what_is_not_so_is_not_read(tmp_path):
     disk.grow(chain, PROMPT, 2)
     file = tmp_path / f"{chain[2].hex()}.page"
     tokens, bits = np.array(PROMPT[8:16]), np.full((1, 8), 3, np.uint32)
-    true = disk._said_of(chain[1], "page")
+    true = disk._metadata_of(chain[1], "page")
     assert len(pack(tokens, bits, true)) == file.stat().st_size
-    for lying_tokens, said in (
+    for lying_tokens, metadata in (
         (tokens[::-1].copy(), true),
-        (tokens, disk._said_of(chain[2], "page")),
+        (tokens, disk._metadata_of(chain[2], "page")),
         (tokens, true | {"model": "fakd"}),
         (tokens, true | {"kernels": "fakd"}),
-        (tokens, expected(disk._model)),
+        (tokens, metadata_of(disk._model)),
     ):
-        file.write_bytes(pack(lying_tokens, bits, said))
+        file.write_bytes(pack(lying_tokens, bits, metadata))
         engine = engine_on(tmp_path)
         assert answered(engine) == alone(PROMPT, FIVE)
         assert engine.tokens_restored == 8

@@ -83,14 +83,6 @@ def test_a_restart_finds_pages_and_state_on_the_disk(tmp_path):
     assert begun(disk=disk).computed(first.text) == 31
 
 
-def test_a_file_of_a_prefix_has_its_state(tmp_path):
-    first, again = begun(), begun()
-    first.computed(tokens(22))
-    assert first.engine.save_prefix(tmp_path / "file", tokens(22)) == 20
-    assert again.engine.load_prefix(tmp_path / "file") == 20
-    assert again.computed(tokens(22)) == 2
-
-
 def test_a_hybrid_model_does_not_draft():
     with pytest.raises(ContractError, match="speculate: a model with recurrent layers does not draft"):
         Engine(FakeModel(8, 4), speculate=FakeDraft(8, 4, num_states=4))

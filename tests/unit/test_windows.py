@@ -6,7 +6,7 @@ from paged_kv.engine.disk_tier import DiskTier
 from paged_kv.engine.engine import Engine
 from paged_kv.engine.model import least_window_pages
 from paged_kv.engine.requests import Sampling
-from paged_kv.errors import CheckpointError, ContractError
+from paged_kv.errors import ContractError
 from paged_kv.options import NO_PAGE
 from paged_kv.pool import PagePool, PrefixCache, WindowPages
 from support.engine_runs import Chat, run, tokens
@@ -84,16 +84,6 @@ def test_what_is_restored_goes_on_from_pages_of_windows_in_memory(tmp_path):
     chat.computed(tokens(9, 1))  # takes the last page of those
     assert chat.computed(tokens(41)) == 1
     assert chat.engine.tokens_restored == 4
-
-
-def test_a_file_of_a_prefix_has_the_pages_of_its_window(tmp_path):
-    first, again = begun(), begun(num_window_pages=4)
-    first.computed(tokens(42))
-    assert first.engine.save_prefix(tmp_path / "file", tokens(42)) == 40
-    assert again.engine.load_prefix(tmp_path / "file") == 40
-    assert again.computed(tokens(42)) == 2
-    with pytest.raises(CheckpointError, match="holds other tensors than tokens and pages"):
-        Engine(FakeModel(64, 4)).load_prefix(tmp_path / "file")
 
 
 def test_a_model_that_drafts_has_windows_in_all_of_its_pages():

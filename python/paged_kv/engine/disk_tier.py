@@ -2,7 +2,7 @@
 
 A page is known by a chain of SHA-256: of the model's digest, what computed it, the kind of page and the namespace, then
 of the tokens of each page. The name of a page's file is the chain's digest with the page's own tokens; the file has the
-format of `prefix_file`, and says in its metadata the digest before it. A reader compares all of that and the tokens
+format of `page_file`, and says in its metadata the digest before it. A reader compares all of that and the tokens
 themselves, and the SHA-256 of the content, before a page of the model is written. So a file that is damaged, cut short,
 renamed or of another model is as if it were missing. It tells damage, not malice: the folder is the user's alone.
 
@@ -46,7 +46,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_kv.arguments import integer, shown
-from paged_kv.engine.prefix_file import Bits, BitsKind, PagedModel, expected, pack, page_bits, state_bits, unpack
+from paged_kv.engine.page_file import Bits, BitsKind, PagedModel, metadata_of, pack, page_bits, state_bits, unpack
 from paged_kv.errors import CheckpointError, ContractError, ContractTypeError
 from paged_kv.files import is_own
 from paged_kv.options import NO_PAGE
@@ -127,7 +127,7 @@ class DiskPages:
 
     def __init__(self, tier: DiskTier, model: PagedModel) -> None:
         self._path, self._limit, self._model = Path(tier.folder), tier.bytes, model
-        self._said = expected(model) | {"kernels": model.kernels}
+        self._metadata = metadata_of(model) | {"kernels": model.kernels}
         self._kinds: dict[str, BitsKind] = {_PAGE: page_bits(model)}
         if model.num_states:
             self._kinds[_STATE] = state_bits(model)
@@ -135,7 +135,7 @@ class DiskPages:
             self._kinds[_WINDOW] = page_bits(model, windows=True)
         no_tokens = np.zeros(model.page_size, np.int64)
         self._file_bytes = {
-            ending: len(pack(no_tokens, np.zeros((1, *kind.shape), kind.dtype), self._said_of(bytes(32), ending)))
+            ending: len(pack(no_tokens, np.zeros((1, *kind.shape), kind.dtype), self._metadata_of(bytes(32), ending)))
             for ending, kind in self._kinds.items()
         }
         self._most_queued = {ending: max(1, QUEUE_BYTES // size) for ending, size in self._file_bytes.items()}
@@ -178,7 +178,7 @@ class DiskPages:
             name = repr(namespace)
         except ValueError:  # a number of thousands of digits
             return None
-        return hashlib.sha256(json.dumps([self._said, name], sort_keys=True).encode()).digest()
+        return hashlib.sha256(json.dumps([self._metadata, name], sort_keys=True).encode()).digest()
 
     def grow(self, chain: list[bytes], tokens: Sequence[int], count: int) -> None:
         """Appends to a chain, at first a root alone, until it has the digests of the first `count` pages of tokens."""
@@ -311,8 +311,8 @@ class DiskPages:
                 return
             worker.join()
 
-    def _said_of(self, before: bytes, ending: str) -> dict[str, str]:
-        return self._said | {"after": before.hex()} | ({} if ending == _PAGE else {"kind": ending})
+    def _metadata_of(self, before: bytes, ending: str) -> dict[str, str]:
+        return self._metadata | {"after": before.hex()} | ({} if ending == _PAGE else {"kind": ending})
 
     def _miss(self, chain: Sequence[bytes], ending: str) -> None:
         """Notes that the first file of a chain is not there; if it was, those after it may be gone too."""
@@ -349,9 +349,9 @@ class DiskPages:
                 return None
             with open(number, "rb") as file:
                 data = file.read(size + 1) if status.st_size == size else b""
-            said = self._said_of(before, ending)
-            found, bits = unpack(name, data, self._kinds[ending], self._model.page_size, said)
-            if found.shape == tokens.shape and (found == tokens).all():
+            metadata = self._metadata_of(before, ending)
+            stored, bits = unpack(name, data, self._kinds[ending], self._model.page_size, metadata)
+            if (stored == tokens).all():
                 return bits
         except CheckpointError:
             pass
@@ -467,7 +467,7 @@ class DiskPages:
 
     def _write(self, file: _File) -> None:
         """Writes a file, whole or not at all."""
-        data, name = pack(file.tokens, file.bits, self._said_of(file.before, file.ending)), file.name
+        data, name = pack(file.tokens, file.bits, self._metadata_of(file.before, file.ending)), file.name
         self._make_room(len(data))
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from functools import partial
 from itertools import count
-from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,7 +24,6 @@ from paged_kv.engine.disk_prefixes import DiskPrefixes, DiskStates, DiskWindows
 from paged_kv.engine.disk_tier import DiskPages, DiskTier
 from paged_kv.engine.interfaces import EngineModel, Statistics, TextCoder, compile_structure
 from paged_kv.engine.outputs import OutputStream
-from paged_kv.engine.prefix_file import check_key, load_prefix, save_prefix
 from paged_kv.engine.requests import (
     FinishReason,
     Link,
@@ -283,46 +281,6 @@ class Engine:
         outputs = OutputStream(self, request)
         self.add(request)
         return outputs
-
-    def save_prefix(
-        self, path: Path | str, prompt: str | Sequence[int], *, namespace: Hashable = None, key: bytes | None = None
-    ) -> int:
-        """Writes the pages of a prompt's known prefix to a file (`prefix_file`); returns how many tokens it has.
-
-        Args:
-            path: The path of the file.
-            prompt: As of `add_request`.
-            namespace: Where the prefix is known.
-            key: A secret of at least 16 bytes; a file that was written without it is not taken for this one.
-
-        Raises:
-            ContractTypeError, ContractError: as `add_request`, of the prompt; or nothing of it is known.
-            CheckpointError: the file cannot be written.
-        """
-        tokens, prefixes, key = self.encode(prompt), self._known_prefixes(), check_key(key)
-        self._refuse_inside()
-        with self._stepping:
-            return save_prefix(path, self.model, prefixes, tokens, namespace, key)
-
-    def load_prefix(self, path: Path | str, *, namespace: Hashable = None, key: bytes | None = None) -> int:
-        """Reads a file of `save_prefix` into free pages, where prompts find it; returns how many tokens it has.
-
-        Without a key nothing tells who wrote the file: load only files that nobody else can write to.
-
-        Raises:
-            CheckpointError: the file cannot be read, is damaged, or is of another model, kind of page or key.
-            PoolExhausted: too few pages are free or cached.
-            ContractTypeError, ContractError: the engine shares no prefixes; the key is no bytes, or too short.
-        """
-        prefixes, key = self._known_prefixes(), check_key(key)
-        self._refuse_inside()
-        with self._stepping:
-            return load_prefix(path, self.model, prefixes, namespace, key)
-
-    def _known_prefixes(self) -> PrefixCache:
-        if not isinstance(self._pages, SharedPages):
-            raise ContractError("share_prefixes: an engine without it knows no prefix")
-        return self._pages.prefixes
 
     def encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         """The tokens of a prompt. Raises as `add_request`."""

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from paged_kv.engine.prefix_file import PagedModel
+from paged_kv.engine.page_file import PagedModel
 from paged_kv.engine.stop_text import Decoder
 from paged_kv.errors import ContractError
 from paged_kv.graphs.models.config import DecoderConfig

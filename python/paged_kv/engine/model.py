@@ -21,7 +21,7 @@ from paged_kv.arrays.host import to_buffer, to_numpy
 from paged_kv.checkpoint.source import Source, open_source
 from paged_kv.checkpoint.weights import OnProgress
 from paged_kv.engine.interfaces import StepStates
-from paged_kv.engine.prefix_file import Bits
+from paged_kv.engine.page_file import Bits
 from paged_kv.engine.run_record import RunRecord
 from paged_kv.engine.step import StepGraph
 from paged_kv.errors import ContractError

@@ -69,7 +69,7 @@ class PrefixCache:
     Args:
         pool: The pages. A pool has one prefix cache.
         windows: Where layers with windows have pages of their own: a prefix then ends where those are known that the
-            next token sees. `start` and `hold` start a request there too, and it must be there for `store`.
+            next token sees. `start` starts a request there too, and `store` needs it there.
         hash_function: Python's own hash where None, which differs from process to process.
 
     Examples:
@@ -95,11 +95,6 @@ class PrefixCache:
     def pool(self) -> PagePool:
         """The pool whose pages it knows."""
         return self._pool
-
-    @property
-    def windows(self) -> WindowPages | None:
-        """The pages of layers with windows, where these have their own."""
-        return self._windows
 
     def namespace(self, name: Hashable) -> Namespace:
         """Return what may stand for a namespace in all calls: it is known by its identity, no method of the name is
@@ -147,15 +142,6 @@ class PrefixCache:
         """
         start, prompt = self.namespace(namespace), _checked_tokens(tokens)
         return self._start(request_id, len(prompt), start, prompt)
-
-    def hold(self, request_id: Hashable, tokens: Sequence[int] | npt.NDArray[Any], namespace: Hashable = None) -> int:
-        """Starts a request that has the known pages of a prompt and nothing else, so that they stay.
-
-        Unlike `start`, it may find all tokens. Returns how many it has. Raises as `start`.
-        """
-        start, prompt = self.namespace(namespace), _checked_tokens(tokens)
-        longer = np.append(prompt, 0)  # the last token of a prompt is never looked for
-        return self._start(request_id, None, start, longer)
 
     def _start(
         self, request_id: Hashable, num_tokens: int | None, start: Namespace, prompt: npt.NDArray[np.int64]
