@@ -241,9 +241,18 @@ class DecoderConfig:
             return self.num_key_value_heads, self.head_dim
         return self.full_heads.kv_heads, self.full_heads.head_dim
 
-    def value_is_key(self, layer: int) -> bool:
-        """Return whether a layer's V is made of the projection of K."""
-        return self.full_heads is not None and self.full_heads.value_is_key and self.window_left(layer) < 0
+    def kv_projections(self, layer: int) -> tuple[str, ...]:
+        """What K and V of a layer are made of: "k" and "v"; "k" alone of both; none where it sees those of another."""
+        if not self.has_kv(layer):
+            return ()
+        is_key = self.full_heads is not None and self.full_heads.value_is_key and self.window_left(layer) < 0
+        return ("k",) if is_key else ("k", "v")
+
+    def layer_growth(self, layer: int) -> QueryGrowth | None:
+        """The growth of a layer's queries, None where it has none."""
+        if self.q_growth is not None and self.q_growth.unrotated and self.layer_rope(layer) is not None:
+            return None
+        return self.q_growth
 
     def mlp_inner(self, layer: int) -> int:
         """The inner dimension of a layer's MLP."""

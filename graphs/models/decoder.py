@@ -17,7 +17,8 @@ from paged_kv.errors import ContractError
 from paged_kv.graphs import ops as paged
 from paged_kv.graphs.inputs import graph_inputs, graph_states, input_types, state_input_types, window_input_types
 from paged_kv.graphs.layers import Rotary, StepRows
-from paged_kv.graphs.models.config import DecoderConfig, QueryGrowth
+from paged_kv.graphs.models.attention import attention
+from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.experts import chosen_experts
 from paged_kv.graphs.models.latent import latent_attention
 from paged_kv.graphs.models.parameters import Parameters, times
@@ -116,9 +117,7 @@ def decode(steps: Sequence[DeviceStep], add_up: AddUp = lambda parts: parts) -> 
         ys = _normed(steps, layer, attention_in, xs)
         if config.has_mixer(layer):
             parts = [
-                _recurrent(step, y, layer, rows)
-                if config.is_recurrent(layer)
-                else _attention(step, y, rotary[rope], layer, rows)
+                _mixer(step, y, rotary[rope], layer, rows)
                 for step, y, rotary, rows in zip(steps, ys, rotaries, of_use, strict=True)
             ]
         xs, ys = _taken(xs, of_use), _taken(ys, of_use)
@@ -187,98 +186,21 @@ def logits(parameters: Parameters, x: TensorValue) -> TensorValue:
     return paged.widened(y)
 
 
-def _recurrent(step: DeviceStep, x: TensorValue, layer: int, wanted: TensorValue | None) -> TensorValue:
-    """Return what a recurrent layer makes of `x` `[T, hidden]`: all rows, or the rows `wanted` `[N]`."""
-    assert step.states is not None
-    y = recurrent_layer(step.parameters, step.states, x, layer)
-    return y if wanted is None else paged.take_rows(y, wanted)
-
-
-def _attention(
-    step: DeviceStep, x: TensorValue, rotary: Rotary | None, layer: int, wanted: TensorValue | None
+def _mixer(
+    step: DeviceStep, x: TensorValue, rotary: Rotary | None, layer: int, output_rows: TensorValue | None
 ) -> TensorValue:
-    """The attention of `x` `[T, hidden]` over everything its requests have cached and these tokens themselves.
-
-    Of several devices, it is the part that comes from the device's heads. Keys enter the cache rotated, by positions
-    and then as `config.cache_rotation` says. Only the rows `wanted` `[N]` are computed where it is not None.
-    """
-    parameters, rows = step.parameters, step.rows
-    cache: PagedCache | LatentCache = step.cache
-    if step.windows is not None and parameters.config.in_window_cache(layer):
-        cache = step.windows
+    """What the attention or the recurrence of a layer makes of `x` `[T, hidden]`: all rows, or `output_rows` `[N]`."""
+    parameters, cache = step.parameters, step.cache
+    if parameters.config.is_recurrent(layer):
+        assert step.states is not None
+        y = recurrent_layer(parameters, step.states, x, layer)
+        return y if output_rows is None else paged.take_rows(y, output_rows)
     if isinstance(cache, LatentCache):
         assert rotary is not None
-        return latent_attention(parameters, cache, rows, x, rotary, layer, wanted)
-    config = parameters.config
-    at = f"model.layers.{layer}.self_attn"
-
-    kv_heads, head_dim = config.heads_of(layer)
-    queries, keys = config.num_attention_heads * head_dim, kv_heads * head_dim
-
-    def split_heads(y: TensorValue) -> TensorValue:
-        return ops.reshape(y, [y.shape[0], int(y.shape[1]) // head_dim, head_dim])
-
-    def heads(y: TensorValue, name: str) -> TensorValue:
-        if config.qk_norm == "all_heads":
-            y = parameters.norm(f"{at}.{name}_norm", y)
-        y = split_heads(y)
-        return parameters.norm(f"{at}.{name}_norm", y) if config.qk_norm == "head" else y
-
-    def rotated(y: TensorValue, by: Rotary | None, name: str) -> TensorValue:
-        if by is not None:
-            y = by.of_pairs(y) if config.rotates_neighbours else by(y)
-        if config.qk_norm == "head, rotated":
-            y = parameters.norm(f"{at}.{name}_norm", y)
-        elif config.qk_norm == "head, rotated, no weights" and by is not None:
-            y = parameters.norm(None, y)
-        return y if config.cache_rotation is None else paged.hadamard(y)
-
-    of_q, q_rotary = rows, rotary
-    if config.fused_qkv:
-        q, *kv = paged.split_columns(parameters.linear(x, f"{at}.qkv_proj")[0], [queries, keys, keys])
-        q = q if wanted is None else paged.take_rows(q, wanted)
-    else:
-        names = () if not config.has_kv(layer) else ("k",) if config.value_is_key(layer) else ("k", "v")
-        together = names if wanted is not None else ("q", *names)
-        kv = parameters.linear(x, *(f"{at}.{name}_proj" for name in together)) if together else []
-        q = kv.pop(0) if wanted is None else parameters.linear(paged.take_rows(x, wanted), f"{at}.q_proj")[0]
-    if wanted is not None:
-        of_q, q_rotary = rows.of_rows(wanted), None if rotary is None else rotary.of_rows(wanted)
-    gate = None
-    if config.attention_gate:
-        both, heads_of_q = q, config.num_attention_heads
-        q, gate = (paged.take_columns(both, first, head_dim, groups=heads_of_q) for first in (0, head_dim))
-    if kv:
-        k, v = rotated(heads(kv[0], "k"), rotary, "k"), split_heads(kv[-1])
-        v = parameters.norm(None, v) if config.v_norm else v
-        if cache.kv_format is None:
-            k, v = ops.cast(k, cache.dtype), ops.cast(v, cache.dtype)
-        paged.append(cache, k, v, rows.batch, rows.positions, layer=config.cache_layer(layer))
-    q = rotated(heads(q, "q"), q_rotary, "q")
-    if config.q_growth is not None and not (config.q_growth.unrotated and rotary is not None):
-        q = _grown(q, of_q.positions, config.q_growth)
-    o = of_q.attend(
-        cache,
-        q,
-        layer=config.cache_layer(layer),
-        sm_scale=config.sm_scale,
-        logits_soft_cap=config.attention_cap,
-        window_left=config.window_left(layer),
-        sinks=ops.cast(parameters.values[f"{at}.sinks"], DType.float32) if config.sinks else None,
-    )
-    o = ops.reshape(o, [o.shape[0], queries])
-    if gate is not None:
-        o = paged.gate_units(gate, o, "sigmoid")
-    return parameters.linear(o, f"{at}.o_proj")[0]
-
-
-def _grown(q: TensorValue, positions: TensorValue, by: QueryGrowth) -> TensorValue:
-    """Queries `[T, Hq, D]` times their growth, which is rounded to their dtype first."""
-    contexts = ops.floor((ops.cast(positions, DType.float32) + float(by.first)) / float(by.context))
-    growth = ops.cast(ops.log1p(contexts) * by.beta + 1.0, q.dtype)
-    rows, heads, head_dim = q.shape
-    grown = paged.gate_units(ops.reshape(growth, [rows, 1]), ops.reshape(q, [rows, int(heads) * int(head_dim)]), "none")
-    return ops.reshape(grown, q.shape)
+        return latent_attention(parameters, cache, step.rows, x, rotary, layer, output_rows)
+    if step.windows is not None and parameters.config.in_window_cache(layer):
+        cache = step.windows
+    return attention(parameters, cache, step.rows, x, rotary, layer, output_rows)
 
 
 def _feed_forward(parameters: Parameters, y: TensorValue, layer: int, beside: TensorValue | None = None) -> TensorValue:

@@ -262,9 +262,7 @@ def _projections(config: DecoderConfig, index: int) -> dict[str, Shape]:
     if config.fused_qkv:
         return {"qkv_proj": (queries + 2 * keys, hidden)}
     queries *= 2 if config.attention_gate else 1
-    sizes = {"q": queries} | ({"k": keys} if config.has_kv(index) else {})
-    if config.has_kv(index) and not config.value_is_key(index):
-        sizes["v"] = keys
+    sizes = {"q": queries} | dict.fromkeys(config.kv_projections(index), keys)
     return {f"{name}_proj": (size, hidden) for name, size in sizes.items()}
 
 
