@@ -1,7 +1,7 @@
 """Makes the bundle: python -m benchmarks.gpu_bundle OUT [options]; README.md here says how it is used.
 
-`OUT/home` is what the host unpacks, `OUT/call1`, `OUT/call2`, ... are what is sent. What is there already and is not
-out of date is kept: MAX by its version, graphs by their keys.
+`OUT/home` is what the host unpacks, `OUT/send` what is sent. What is there already and is not out of date is kept: MAX
+by its version, graphs by their keys.
 """
 
 from __future__ import annotations
@@ -16,17 +16,15 @@ from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.gpu_bundle import contents
-from benchmarks.gpu_bundle.archive import PIECE_BYTES, TRANSFER_BYTES, Archive, pack, split, transfers
+from benchmarks.gpu_bundle.contents import PIECE_BYTES, pack, pieces
 from paged_kv.errors import PagedKVError
 from paged_kv.versions import PINNED
 
 Result = TypeVar("Result")
 
-INSTALL = Path(__file__).with_name("install.py")
 
-
-def make(arguments: argparse.Namespace) -> list[Path]:
-    """Writes everything; the folders to send."""
+def make(arguments: argparse.Namespace) -> Path:
+    """Writes everything; the folder to send."""
     out: Path = arguments.out.absolute()
     home = out / "home"
     (home / "site").mkdir(parents=True, exist_ok=True)
@@ -38,19 +36,15 @@ def make(arguments: argparse.Namespace) -> list[Path]:
     for device in () if arguments.no_graphs else ("cpu", "gpu"):
         _timed(f"graphs of the {device}", partial(contents.compiled_graphs, home, device))
     contents.forget_older_graphs(home)
-    ours = _timed("packing this package", lambda: pack([(home, ".")], out / "paged-kv.tar.xz"))
-    archives = [split(ours, arguments.piece_bytes)]
+    archives = [_timed("packing this package", lambda: pack(home, ".", out / "paged-kv.tar.xz"))]
     if not arguments.no_max:
-        archives.append(_max_runtime(out, arguments.python, arguments.piece_bytes))
+        archives.append(_max_runtime(out, arguments.python))
     if arguments.wheels is not None:
         extra = out / "wheels"
         contents.wheels(extra, arguments.wheels)
-        archives.append(split(pack([(extra / "site", "site")], out / "wheels.tar.xz"), arguments.piece_bytes))
+        archives.append(pack(extra / "site", "site", out / "wheels.tar.xz"))
         shutil.rmtree(extra)
-    folders = transfers(archives, out, transfer_bytes=arguments.transfer_bytes, extra=[INSTALL])
-    for archive in archives:
-        print(f"{archive.name}: {len(archive.pieces)} pieces")
-    return folders
+    return pieces(archives, out / "send", arguments.piece_bytes)
 
 
 def _own(home: Path) -> None:
@@ -59,18 +53,16 @@ def _own(home: Path) -> None:
     contents.scripts(home)
 
 
-def _max_runtime(out: Path, python: str, piece_bytes: int) -> Archive:
+def _max_runtime(out: Path, python: str) -> Path:
     """MAX for the host, which is packed once for each version: it takes minutes."""
     packed = out / f"max-{PINNED['max']}-python{python}.tar.xz"
     if not packed.exists():
         unpacked, unfinished = out / "max", packed.with_suffix(".new")
         _timed("MAX", lambda: contents.max_runtime(unpacked / "site", python, out))
-        _timed("packing MAX", lambda: pack([(unpacked / "site", "site")], unfinished))
+        _timed("packing MAX", lambda: pack(unpacked / "site", "site", unfinished))
         unfinished.rename(packed)
         shutil.rmtree(unpacked)
-    copy = out / "max.tar.xz"
-    shutil.copy(packed, copy)
-    return split(copy, piece_bytes)
+    return packed
 
 
 def _timed(what: str, do: Callable[[], Result]) -> Result:
@@ -85,7 +77,6 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--python", default="3.12", help="the host's")
     parser.add_argument("--piece-bytes", type=int, default=PIECE_BYTES)
-    parser.add_argument("--transfer-bytes", type=int, default=TRANSFER_BYTES)
     parser.add_argument("--wheels", type=Path, help="a folder of wheels that the host shall have too")
     parser.add_argument(
         "--no-max", action="store_true", help="this package alone, for a host that has the rest unpacked"
@@ -93,13 +84,12 @@ def main() -> int:
     parser.add_argument("--no-graphs", action="store_true", help="do not compile graphs that are missing")
     parser.add_argument("--no-programs", action="store_true", help="do not build the Mojo programs again")
     try:
-        folders = make(parser.parse_args())
+        folder = make(parser.parse_args())
     except PagedKVError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    for folder in folders:
-        sizes = [path.stat().st_size for path in folder.iterdir()]
-        print(f"{folder}: {sum(sizes) / 1e6:.1f} MB in {len(sizes)} files")
+    sizes = [path.stat().st_size for path in folder.iterdir()]
+    print(f"{folder}: {sum(sizes) / 1e6:.1f} MB in {len(sizes)} files")
     return 0
 
 

@@ -1,15 +1,21 @@
-"""The contents of the bundle: of MAX what runs compiled graphs, this package, its tests, programs and graphs."""
+"""The contents of the bundle: of MAX what runs compiled graphs, this package, its tests, programs and graphs.
+
+`pack` and `pieces` make what is sent of them.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import lzma
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,6 +36,10 @@ NOT_TO_RUN = ("max/pipelines/", "max/serve/", "max/benchmark/", "max/include/", 
 """Parts of MAX's Python that are left out: its models and its server."""
 NEEDED = ("msgspec",)
 """Packages that MAX imports and a host with torch may lack; click, numpy, psutil, rich and typing_extensions it has."""
+PIECE_BYTES = 27_000_000
+"""The largest file that is sent."""
+# Calls of x86 code are made absolute first, and the dictionary spans a whole library.
+_FILTERS = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 64 << 20}]
 PYTEST_INI = """\
 [pytest]
 pythonpath = tests
@@ -151,6 +161,25 @@ def wheels(out: Path, folder: Path) -> None:
         _unpack(wheel, out / "site")
 
 
+def pack(folder: Path, name: str, target: Path) -> Path:
+    """Writes a folder, under a name of its own, to a `.tar.xz`; caches of Python are left out."""
+    with lzma.open(target, "wb", filters=_FILTERS) as packed, tarfile.open(fileobj=packed, mode="w|") as archive:
+        archive.add(folder, name, filter=lambda member: None if "__pycache__" in member.name else member)
+    return target
+
+
+def pieces(archives: Iterable[Path], folder: Path, piece_bytes: int = PIECE_BYTES) -> Path:
+    """Writes what is sent: archives in pieces `NAME.00`, `NAME.01`, ..., their checksums and `install.sh`."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for archive in archives:
+        subprocess.run(["split", "-d", f"--bytes={piece_bytes}", archive, folder / f"{archive.name}."], check=True)
+    sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted(folder.iterdir())]
+    (folder / "SHA256SUMS").write_text("".join(sums))
+    shutil.copy(Path(__file__).with_name("install.sh"), folder)
+    return folder
+
+
 def distribution(site: Path, name: str, version: str) -> None:
     """The metadata that says a package is installed: versions are in the keys of compiled graphs."""
     facts = site / f"{name}-{version}.dist-info"
@@ -202,10 +231,10 @@ def _download(requirement: str, python: str, folder: Path) -> Path:
         for platform in PLATFORMS:
             command = [*command, "--platform", platform]
         result = subprocess.run([*command, requirement], capture_output=True, text=True, check=False)
-        found = list(Path(fresh).glob("*.whl"))
-        if result.returncode != 0 or len(found) != 1:
-            said = (result.stderr.strip().splitlines() or ["no message"])[-1]
-            raise ToolchainError(f"no wheel of {requirement} for Python {python}: {said}")
-        target = folder / found[0].name
-        found[0].replace(target)
+        downloaded = list(Path(fresh).glob("*.whl"))
+        if result.returncode != 0 or len(downloaded) != 1:
+            reason = (result.stderr.strip().splitlines() or ["no message"])[-1]
+            raise ToolchainError(f"no wheel of {requirement} for Python {python}: {reason}")
+        target = folder / downloaded[0].name
+        downloaded[0].replace(target)
         return target

