@@ -20,19 +20,17 @@ What is not installed is left out, and the results say so:
     the picture         pip install matplotlib
 
 A group takes up to 8 GB of memory with the small model and 16 GB with the large one, and some minutes.
-Writes FAMILY.json, by LLVM's name of the CPU target, into benchmarks/results/serve_cpu; --update-pages the section of
+Writes FAMILY.csv, by LLVM's name of the CPU target, into benchmarks/results/serve_cpu; --update-pages the section of
 docs/performance.md and the picture.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import signal
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -40,7 +38,7 @@ from benchmarks import CHECKOUT, serve_report
 from benchmarks.pages import update_page
 from benchmarks.serve_cases import CASES, MODELS, SIZES, TOGETHER, size_of
 from benchmarks.serve_checkpoint import write_checkpoint
-from benchmarks.serve_results import Row, merged, row_of, write_json
+from benchmarks.serve_results import Row, merged, read_results, row_of, write_results
 from benchmarks.serve_run import Group
 from paged_kv.bench.provenance import cpu_family, provenance
 from paged_kv.errors import ContractError, PagedKVError
@@ -60,7 +58,7 @@ GROUPS = tuple(dict.fromkeys(name for groups in TOGETHER.values() for name in gr
 )
 @click.option("--folder", type=click.Path(path_type=Path, file_okay=False), help="Where the checkpoints are kept.")
 @click.option(
-    "--out", type=click.Path(path_type=Path, file_okay=False), default=RESULTS, help="Folder for the JSON file."
+    "--out", type=click.Path(path_type=Path, file_okay=False), default=RESULTS, help="Folder for the CSV file."
 )
 @click.option("--update-pages", is_flag=True, help="Also write this checkout's table and picture.")
 @click.option("--list", "only_list", is_flag=True, help="Name the cases and the groups.")
@@ -78,15 +76,15 @@ def serve_cpu(
     if only_list:
         for case in CASES:
             click.echo(f"{case.name:<16}{case.title}")
-        for model, found in TOGETHER.items():
-            for name, keys in found.items():
+        for model, together in TOGETHER.items():
+            for name, keys in together.items():
                 click.echo(f"--models {model} --groups {name}: {', '.join(keys)}")
         return
     unknown = set(names) - {case.name for case in CASES}
     if unknown:
         raise ContractError(f"--cases: {min(unknown)!r} is none of {', '.join(case.name for case in CASES)}")
     out.mkdir(parents=True, exist_ok=True)
-    path = out / f"{cpu_family()}.json"
+    path = out / f"{cpu_family()}.csv"
     for model, size in itertools.product(TOGETHER, SIZES):
         chosen = [case for case in CASES if case.model == model and (not names or case.name in names)]
         cases = [case for case in chosen if size_of(case) == size]
@@ -108,14 +106,14 @@ def serve_cpu(
 
 def write(path: Path, rows: list[Row], versions: dict[str, str]) -> None:
     """Adds rows to a family's file."""
-    earlier: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"rows": [], "versions": {}}
-    found = {"family": path.stem, "versions": earlier["versions"] | versions, "rows": merged(earlier["rows"], rows)}
-    write_json(found, path)
+    earlier = read_results(path) if path.exists() else {"rows": [], "versions": {}}
+    results = {"family": path.stem, "versions": earlier["versions"] | versions, "rows": merged(earlier["rows"], rows)}
+    write_results(results, path)
 
 
 def write_pages(folder: Path, checkout: Path) -> None:
     """The section of docs/performance.md and the picture, of the family measured last."""
-    families = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    families = [read_results(path) for path in sorted(folder.glob("*.csv"))]
     newest = serve_report.newest(families)
     serve_report.draw(newest, checkout / PICTURE)
     section = f"![Tokens a second of servers](pictures/{Path(PICTURE).name})\n\n{serve_report.markdown(newest)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,16 +9,24 @@ from typing import Any
 
 from benchmarks.serve_cases import CASES, ENGINE, TOGETHER, VERSUS, ServeCase, Versus
 from benchmarks.serve_run import Figures
+from paged_kv.bench.results import read_records, write_records
 
 Row = dict[str, Any]
+Results = dict[str, Any]
+"""Those of a CPU family: "family", "versions" by system, and "rows"."""
+FACTS = ("case", "group", "machine", "load", "date", "commit")
+FLOATS = ("rate", "first_ms", "ratio", "first_ratio", "at_least", "ms", "share", "load")
+FIELDS = ("family", *FACTS, "key", "other", "name", *FLOATS[:-1], "rates", "note")
+SERVING = "serving"
+"""The `key` of what serving costs a step."""
 
 
-def row_of(case: ServeCase, group: str, figures: Figures, provenance: Mapping[str, str]) -> Row:
+def row_of(case: ServeCase, group: str, figures: Figures, provenance: Mapping[str, Any]) -> Row:
     """Medians over the turns; every factor is the median of the ratios within a turn."""
     return {
         "case": case.name,
         "group": group,
-        "systems": {key: _system(found) for key, found in figures.items()},
+        "systems": {key: _system(system) for key, system in figures.items()},
         "versus": [_versus(case, one, figures) for one in VERSUS if one.ours in figures and one.other in figures],
         "overhead": _overhead(case, figures),
         **provenance,
@@ -35,30 +42,30 @@ def merged(earlier: Sequence[Row], now: Sequence[Row]) -> list[Row]:
 
 def by_case(rows: Iterable[Row]) -> dict[ServeCase, list[Row]]:
     """The groups' rows of each case that has any, in the grid's order."""
-    found: dict[str, list[Row]] = {}
+    by_name: dict[str, list[Row]] = {}
     for row in rows:
-        found.setdefault(row["case"], []).append(row)
-    return {case: found[case.name] for case in CASES if case.name in found}
+        by_name.setdefault(row["case"], []).append(row)
+    return {case: by_name[case.name] for case in CASES if case.name in by_name}
 
 
 def systems_of(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """Each system's figures in a case: of the first group that has any."""
-    found: dict[str, dict[str, Any]] = {}
+    systems: dict[str, dict[str, Any]] = {}
     for row in rows:
         for key, system in row["systems"].items():
-            if key not in found or found[key]["rate"] is None:
-                found[key] = system
-    return found
+            if key not in systems or systems[key]["rate"] is None:
+                systems[key] = system
+    return systems
 
 
-def _system(found: Mapping[str, Any]) -> dict[str, Any]:
-    turns = found["turns"]
+def _system(system: Mapping[str, Any]) -> dict[str, Any]:
+    turns = system["turns"]
     return {
-        "name": found["name"],
+        "name": system["name"],
         "rate": _median(turn["rate"] for turn in turns),
         "rates": [turn["rate"] for turn in turns],
         "first_ms": _median(1e3 * turn["first"] for turn in turns if turn["first"] is not None),
-        "note": found.get("note"),
+        "note": system.get("note"),
     }
 
 
@@ -89,18 +96,43 @@ def _overhead(case: ServeCase, figures: Figures) -> dict[str, float | None] | No
 
 
 def _median(values: Iterable[float]) -> float | None:
-    found = list(values)
-    return statistics.median(found) if found else None
+    measured = list(values)
+    return statistics.median(measured) if measured else None
 
 
-def write_json(results: dict[str, Any], path: Path) -> None:
-    path.write_text(json.dumps(_rounded(results), indent=1) + "\n")
+def write_results(results: Results, path: Path) -> None:
+    """Writes the file of a CPU family: a line for each system, comparison and cost of serving in a case and group."""
+    records = [{"case": "version", "key": name, "name": version} for name, version in results["versions"].items()]
+    for row in results["rows"]:
+        facts = {name: row.get(name) for name in FACTS}
+        for key, system in row["systems"].items():
+            rates = " ".join(f"{rate:.6g}" for rate in system["rates"])
+            records.append(facts | {"key": key} | system | {"rates": rates})
+        records += [facts | {"key": one["ours"]} | one for one in row["versus"]]
+        if row["overhead"] is not None:
+            records.append(facts | {"key": SERVING} | row["overhead"])
+    for record in records:
+        record.pop("ours", None)
+    write_records(({"family": results["family"]} | record for record in records), path, FIELDS)
 
 
-def _rounded(value: Any) -> Any:
-    """Six digits are more than any of these figures has."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {name: _rounded(item) for name, item in value.items()}
-    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
+def read_results(path: Path) -> Results:
+    """A file that `write_results` wrote."""
+    records = read_records(path, FLOATS)
+    rows: dict[tuple[str, str], Row] = {}
+    versions = {record["key"]: record["name"] for record in records if record["case"] == "version"}
+    for record in records[len(versions) :]:
+        facts = {name: record[name] for name in FACTS}
+        row = rows.setdefault(
+            (record["case"], record["group"]), facts | {"systems": {}, "versus": [], "overhead": None}
+        )
+        if record["key"] == SERVING:
+            row["overhead"] = {name: record[name] for name in ("ms", "share")}
+        elif record["other"]:
+            names = ("other", "ratio", "first_ratio", "at_least")
+            row["versus"].append({"ours": record["key"]} | {name: record[name] for name in names})
+        else:
+            system = {name: record[name] for name in ("name", "rate", "first_ms", "note")}
+            system["rates"] = [float(rate) for rate in (record["rates"] or "").split()]
+            row["systems"][record["key"]] = system
+    return {"family": records[0]["family"], "versions": versions, "rows": list(rows.values())}

@@ -18,7 +18,7 @@ from benchmarks import serve_cpu, serve_report
 from benchmarks.serve_cases import CASES, TOGETHER, VERSUS, ServeCase, fresh_turns
 from benchmarks.serve_checkpoint import Checkpoint, vocabulary, write_checkpoint
 from benchmarks.serve_client import Stream, WrongAnswer, ask_all, decode_rate, first_token_seconds, parse
-from benchmarks.serve_results import merged, row_of
+from benchmarks.serve_results import merged, read_results, row_of, write_results
 from benchmarks.serve_run import Group
 from benchmarks.servers import SYSTEMS, base, http
 from paged_kv.bench.model_files import write_gguf
@@ -211,12 +211,12 @@ def test_files_and_pages(tmp_path):
     page = tmp_path / "docs" / "performance.md"
     page.write_text("before\n<!-- serve_cpu: begin -->\nold\n<!-- serve_cpu: end -->\nafter\n")
     found = {"ours-bf16": figures(80.0, 1.0), "max-f32": figures(20.0, 3.0)}
-    path = out / "znver5.json"
+    path = out / "znver5.csv"
     for rate in (1.0, 80.0):
         found["ours-bf16"] = figures(rate, 1.0)
         for case in (CASES[3], CASES[0], CASES[9]):
             serve_cpu.write(path, [row_of(case, "bf16", found, FACTS)], {"MAX": "26.7.0"})
-    rows = json.loads(path.read_text())["rows"]
+    rows = read_results(path)["rows"]
     assert [row["case"] for row in rows] == [CASES[0].name, CASES[3].name, CASES[9].name]
     assert rows[0]["systems"]["ours-bf16"]["rate"] == 120
     assert merged(rows, [{**rows[1], "date": "later"}])[1]["date"] == "later"
@@ -227,6 +227,13 @@ def test_files_and_pages(tmp_path):
     assert "**znver5**: a machine; 2026-11-22; MAX 26.7.0." in text
     assert "100 M parameters" not in text
     assert (tmp_path / serve_cpu.PICTURE).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("family", ["znver4", "znver5"])
+def test_a_committed_file_stays_as_it_is_when_it_is_read_and_written(family, tmp_path):
+    path = serve_cpu.RESULTS / f"{family}.csv"
+    write_results(read_results(path), tmp_path / "copy.csv")
+    assert (tmp_path / "copy.csv").read_text() == path.read_text()
 
 
 def test_checkpoints(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import csv
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +131,13 @@ def _scale(value: float | None, factor: float) -> float | None:
 
 def write_results(results: Results, path: Path) -> None:
     """Writes the file of a CPU family."""
-    records = [record | {"family": results["family"]} for record in _records(results)]
-    fields = dict.fromkeys([*FIELDS, *(name for record in records for name in record)])
+    write_records(({"family": results["family"]} | record for record in _records(results)), path, FIELDS)
+
+
+def write_records(lines: Iterable[dict[str, Any]], path: Path, fields: Iterable[str]) -> None:
+    """Writes a CSV file with these fields first."""
+    records = list(lines)
+    fields = dict.fromkeys([*fields, *(name for record in records for name in record)])
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, fields, lineterminator="\n")
         writer.writeheader()
@@ -165,8 +170,7 @@ def read_results(path: Path) -> Results:
         ContractError: there is no such file, or it holds something else.
     """
     try:
-        with path.open(newline="") as file:
-            records = [_values(record) for record in csv.DictReader(file)]
+        records = read_records(path)
         results: Results = {"family": records[0]["family"], "versions": {}, "peaks": {}, "rows": []}
         for record in records:
             _add(results, record)
@@ -178,12 +182,22 @@ def read_results(path: Path) -> Results:
     raise ContractError(f"{path}: expected a CSV file of results that paged-kv bench wrote, got another one")
 
 
-def _values(record: Mapping[str, str]) -> dict[str, Any]:
-    """A record with its numbers and flags; None where a field is empty."""
-    values: dict[str, Any] = {name: value or None for name, value in record.items()}
-    values |= {name: int(values[name]) for name in INTEGERS if values[name]}
-    values |= {name: float(values[name]) for name in FLOATS if values.get(name)}
-    return values | {name: values[name] == "True" for name in FLAGS if values[name]}
+def read_records(path: Path, floats: Iterable[str] = FLOATS) -> list[dict[str, Any]]:
+    """The lines of a CSV file, with numbers and flags by their fields; None where a field is empty."""
+    with path.open(newline="") as file:
+        records: list[dict[str, Any]] = [
+            {name: text or None for name, text in record.items()} for record in csv.DictReader(file)
+        ]
+    of_type: dict[str, Callable[[str], Any]] = (
+        dict.fromkeys(INTEGERS, int) | dict.fromkeys(floats, float) | dict.fromkeys(FLAGS, _is_true)
+    )
+    for record in records:
+        record |= {name: of_type[name](text) for name, text in record.items() if name in of_type and text}
+    return records
+
+
+def _is_true(text: str) -> bool:
+    return text == "True"
 
 
 def _add(results: Results, record: dict[str, Any]) -> None:
