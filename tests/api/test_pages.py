@@ -34,7 +34,6 @@ NOT_RUN = {
     "needs the server": 1,
     "needs vLLM; tests/vllm runs it": 1,
     "serves until it is stopped": 1,
-    "takes a quarter of an hour": 1,
 }
 """Reasons of the blocks that no test of this folder runs, and how many blocks have each."""
 ANOTHER_TERMINAL = re.compile(r"^# .*another terminal.*\n", re.MULTILINE)
