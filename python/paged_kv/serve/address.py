@@ -57,10 +57,10 @@ def url_of(host: str, port: int) -> str:
 def is_loopback(host: str) -> bool:
     """Return whether every address of `host` is reached from this machine alone; False where it has none."""
     try:
-        found = {str(address[0]) for *_, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)}
+        addresses = {str(address[0]) for *_, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)}
     except OSError:
         return False
-    return all(ip_address(address.partition("%")[0]).is_loopback for address in found)
+    return all(ip_address(address.partition("%")[0]).is_loopback for address in addresses)
 
 
 def _bind(opened: socket.socket, address: tuple[object, ...]) -> None:

@@ -60,12 +60,12 @@ def _structure(body: Fields) -> Structure | None:
     if not named:
         return None
     holder, name = named[0]
-    given = holder.object(name)
-    given.choice("type", ("json_schema",))
-    structure = read_schema(given, "schema")
-    check_structure(given.path("schema"), structure)
-    given.ignore(("name", "strict"))
-    given.end()
+    form = holder.object(name)
+    form.choice("type", ("json_schema",))
+    structure = read_schema(form, "schema")
+    check_structure(form.path("schema"), structure)
+    form.ignore(("name", "strict"))
+    form.end()
     return structure
 
 
@@ -74,10 +74,10 @@ def _conversation(body: Fields, model: ServedModel) -> Conversation:
     messages: list[dict[str, Any]] = []
     if "system" in body:
         messages.append({"role": "system", "content": body.texts("system", ("text",), _OF_TEXTS)})
-    given = body.objects("messages")
-    if not given:
+    entries = body.objects("messages")
+    if not entries:
         raise body.error("messages", "must be a list of at least one message")
-    for message in given:
+    for message in entries:
         messages += _messages(message)
     tools = ClientTools()
     for each in body.objects("tools"):
@@ -105,15 +105,15 @@ def _conversation(body: Fields, model: ServedModel) -> Conversation:
     )
 
 
-def _messages(given: Fields) -> list[dict[str, Any]]:
+def _messages(entry: Fields) -> list[dict[str, Any]]:
     """The messages that one of Anthropic's is: each result of a tool is one of its own."""
-    role = given.choice("role", ("user", "assistant", "system"))
-    if not isinstance(given.any("content"), list):
-        message: dict[str, Any] = {"role": role, "content": given.text("content")}
-        given.end()
+    role = entry.choice("role", ("user", "assistant", "system"))
+    if not isinstance(entry.any("content"), list):
+        message: dict[str, Any] = {"role": role, "content": entry.text("content")}
+        entry.end()
         return [message]
     results, texts, thoughts, calls = list[dict[str, Any]](), list[str](), list[str](), list[dict[str, Any]]()
-    for block in given.objects("content"):
+    for block in entry.objects("content"):
         kind, kinds = str(block.text("type")), _BLOCKS[str(role)]
         if kind not in kinds:
             if role != "assistant":
@@ -128,12 +128,12 @@ def _messages(given: Fields) -> list[dict[str, Any]]:
             function = {"name": block.text("name"), "arguments": block.object("input").raw()}
             calls.append({"id": block.text("id"), "type": "function", "function": function})
         elif kind == "tool_result":
-            said = block.texts("content", ("text",), _OF_TEXTS, "name") if "content" in block else ""
-            said = f"Error: {said}" if block.flag("is_error", False) else said
-            results.append({"role": "tool", "tool_call_id": block.text("tool_use_id"), "content": said})
+            output = block.texts("content", ("text",), _OF_TEXTS, "name") if "content" in block else ""
+            output = f"Error: {output}" if block.flag("is_error", False) else output
+            results.append({"role": "tool", "tool_call_id": block.text("tool_use_id"), "content": output})
         block.ignore(("cache_control", "citations", "signature", "data", "caller"))
         block.end()
-    given.end()
+    entry.end()
     if not (texts or calls or thoughts) and results:
         return results
     message = {"role": role, "content": "\n".join(texts)}
@@ -150,25 +150,25 @@ _BLOCKS = {
 """Types of blocks that are read; others of the assistant, which are results of a server's tools, are left out."""
 
 
-def _add_tool(tools: ClientTools, given: Fields) -> None:
+def _add_tool(tools: ClientTools, tool: Fields) -> None:
     """Adds a function; a tool that Anthropic's servers know, or run themselves, is left out."""
-    if given.text("type", "custom") != "custom":
-        given.leave_out(("custom",))
+    if tool.text("type", "custom") != "custom":
+        tool.leave_out(("custom",))
         return
-    function = read_function(given, given.object("input_schema"), ("cache_control", "eager_input_streaming"))
-    tools.add(function, given.path("input_schema"))
+    function = read_function(tool, tool.object("input_schema"), ("cache_control", "eager_input_streaming"))
+    tools.add(function, tool.path("input_schema"))
 
 
-def _choice(given: Fields, names: Collection[str]) -> tuple[Any, bool]:
+def _choice(requested: Fields, names: Collection[str]) -> tuple[Any, bool]:
     """Return which of some tools are called, and whether several may be."""
-    kind = given.choice("type", (*_CHOICES, "tool"), "auto" if names else "none")
-    parallel = not given.flag("disable_parallel_tool_use", False)
+    kind = requested.choice("type", (*_CHOICES, "tool"), "auto" if names else "none")
+    parallel = not requested.flag("disable_parallel_tool_use", False)
     if not names and kind in ("any", "tool"):
-        raise given.error("type", "asks for a call, and there are no tools")
-    choice: Any = {"name": given.text("name")} if kind == "tool" else _CHOICES[str(kind)]
+        raise requested.error("type", "asks for a call, and there are no tools")
+    choice: Any = {"name": requested.text("name")} if kind == "tool" else _CHOICES[str(kind)]
     if kind == "tool" and choice["name"] not in names:
-        raise given.error("name", f"is {shown(choice['name'])}, and there is no such tool")
-    given.end()
+        raise requested.error("name", f"is {shown(choice['name'])}, and there is no such tool")
+    requested.end()
     return (choice if names else "none"), parallel
 
 
@@ -208,10 +208,10 @@ class Messages(BlockExchange):
         if block.kind == "reasoning":
             return {"type": "thinking", "thinking": block.text, "signature": ""}
         try:
-            given = json.loads(block.text or "{}")
+            arguments = json.loads(block.text or "{}")
         except ValueError:  # the answer ended by length inside it
-            given = {}
-        return {"type": "tool_use", "id": block.id, "name": block.tool.name, "input": given}
+            arguments = {}
+        return {"type": "tool_use", "id": block.id, "name": block.tool.name, "input": arguments}
 
     def _stop(self) -> dict[str, Any]:
         """The reason of the end, and the stop sequence where it is one."""
@@ -222,8 +222,8 @@ class Messages(BlockExchange):
             reason = "tool_use"
         elif message.tokens and message.tokens[-1] not in self._model.config.eos_token_ids:
             text = self._model.text(message.tokens)
-            found = [(text.find(stop), stop) for stop in self.jobs[0].sampling.stop if stop in text]
-            reason, sequence = ("stop_sequence", min(found)[1]) if found else (reason, None)
+            hits = [(text.find(stop), stop) for stop in self.jobs[0].sampling.stop if stop in text]
+            reason, sequence = ("stop_sequence", min(hits)[1]) if hits else (reason, None)
         return {"stop_reason": reason, "stop_sequence": sequence}
 
     def _usage(self) -> dict[str, int]:

@@ -95,10 +95,10 @@ def cache_size_of(
         # All requests go on at once, and the step of one of them is a part of its prompt.
         most_windows = requests * least_window_pages(config.longest_window, page_size) + MAX_STEP_TOKENS // page_size
     weights, state_bytes = weight_bytes(config, dtype), decoder.state_bytes(config)
-    known = config.max_position_embeddings
-    if max_length is not None and max_length > known:
-        raise ContractError(f"--max-length is {max_length}; the model knows {known} positions")
-    longest = known if max_length is None else max_length
+    positions = config.max_position_embeddings
+    if max_length is not None and max_length > positions:
+        raise ContractError(f"--max-length is {max_length}; the model knows {positions} positions")
+    longest = positions if max_length is None else max_length
     if pages is None:
         most = memory if memory is not None else int(SHARE * (free - weights))
         # There are as many pages for windows as others, where that is no more than all requests need.

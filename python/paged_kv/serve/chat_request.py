@@ -122,15 +122,15 @@ _BILLING = re.compile(r"^x-anthropic-billing-header:[^\n]*\n?", re.MULTILINE)
 
 
 def _without_billing(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    kept = []
+    cleaned = []
     for message in messages:
         content = message.get("content")
         if message["role"] in ("system", "developer") and isinstance(content, str) and _BILLING.search(content):
             message = {**message, "content": _BILLING.sub("", content)}
             if not message["content"]:
                 continue
-        kept.append(message)
-    return kept
+        cleaned.append(message)
+    return cleaned
 
 
 def chat_format(model: ServedModel) -> ChatFormat:

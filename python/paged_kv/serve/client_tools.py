@@ -67,8 +67,8 @@ class ClientTools:
 
         Without a namespace it may be in any, but one in none comes first.
         """
-        told = [tool.get("function") for tool in self.functions]
-        names = [str(each.get("name")) for each in told if isinstance(each, Mapping)]
+        functions = [tool.get("function") for tool in self.functions]
+        names = [str(each.get("name")) for each in functions if isinstance(each, Mapping)]
         of_name = {self.of(each).namespace: each for each in reversed(names) if self.of(each).name == name}
         return of_name.get(namespace) or (next(reversed(of_name.values()), None) if namespace is None else None)
 
@@ -83,35 +83,35 @@ def text_arguments(text: str) -> str:
     return json.dumps({INPUT: text}, ensure_ascii=False)
 
 
-def read_function(given: Fields, schema: Fields, harmless: Collection[str]) -> dict[str, Any]:
+def read_function(tool: Fields, schema: Fields, harmless: Collection[str]) -> dict[str, Any]:
     """A function that may be called, whose fields are those of an object itself; `schema` is of its arguments."""
-    function: dict[str, Any] = {"name": given.text("name"), "parameters": schema.raw()}
-    if "description" in given:
-        function["description"] = given.text("description")
-    if given.flag("strict", False):
+    function: dict[str, Any] = {"name": tool.text("name"), "parameters": schema.raw()}
+    if "description" in tool:
+        function["description"] = tool.text("description")
+    if tool.flag("strict", False):
         function["strict"] = True
-    given.ignore(harmless)
-    given.end()
+    tool.ignore(harmless)
+    tool.end()
     return {"type": "function", "function": function}
 
 
 def read_text_tool(
-    given: Fields, namespace: str | None = None, *, has_grammars: bool = True
+    tool: Fields, namespace: str | None = None, *, has_grammars: bool = True
 ) -> tuple[dict[str, Any], ClientTool]:
     """A tool whose input is a text, and its function. The text's `format` is enforced, and part of the description.
 
     Args:
-        given: The tool.
+        tool: The tool.
         namespace: The namespace that it is in.
         has_grammars: Whether the model's calls are held to grammars of texts.
 
     Raises:
         FieldError: a field is malformed; or the server is strict, and the format cannot be enforced.
     """
-    name, description = given.text("name"), str(given.text("description", ""))
+    name, description = tool.text("name"), str(tool.text("description", ""))
     value: dict[str, Any] = {"type": "string"}
     inside = None
-    form = given.object("format", None)
+    form = tool.object("format", None)
     if form.choice("type", ("text", "grammar"), "text") == "grammar":
         grammar = form.object("grammar") if "grammar" in form else form  # chats have one more object around it
         syntax, definition = grammar.choice("syntax", ("lark", "regex")), str(grammar.text("definition"))
@@ -128,11 +128,11 @@ def read_text_tool(
         description = f"{description}\n\nThe input follows this {_SYNTAXES[str(syntax)]}:\n{definition}".strip()
         grammar.end()
     form.end()
-    given.ignore(("type",))
-    given.end()
+    tool.ignore(("type",))
+    tool.end()
     parameters = {"type": "object", "properties": {INPUT: value}, "required": [INPUT], "additionalProperties": False}
-    told = {"description": description} if description else {}
-    function = {"name": qualified(str(name), namespace), **told, "parameters": parameters}
+    about = {"description": description} if description else {}
+    function = {"name": qualified(str(name), namespace), **about, "parameters": parameters}
     return {"type": "function", "function": function}, ClientTool(str(name), namespace, True, inside)
 
 
@@ -160,9 +160,9 @@ def read_choice(body: Fields, tools: ClientTools, *, nested: bool) -> Any:
         if choice == "required" and not has_tools:
             raise body.error("tool_choice", "asks for a call, and there are no tools")
         return choice if has_tools else "none"
-    given = body.object("tool_choice")
-    kind = str(given.choice("type", (*_KINDS, "allowed_tools")))
-    inner = given.object(kind) if nested else given
+    requested = body.object("tool_choice")
+    kind = str(requested.choice("type", (*_KINDS, "allowed_tools")))
+    inner = requested.object(kind) if nested else requested
     if not has_tools:
         raise body.error("tool_choice", "asks for a call, and there are no tools")
     if kind == "allowed_tools":
@@ -178,22 +178,22 @@ def read_choice(body: Fields, tools: ClientTools, *, nested: bool) -> Any:
         if choice["name"] is None:
             raise body.error("tool_choice", f"there is no tool {printable(repr(name))}")
     inner.end()
-    given.end()
+    requested.end()
     return choice
 
 
-def _named(given: Fields, tools: ClientTools, nested: bool) -> str | None:
+def _named(entry: Fields, tools: ClientTools, nested: bool) -> str | None:
     """The function that an entry of `allowed_tools` names; None where its type is not offered here."""
-    kind = str(given.text("type"))
+    kind = str(entry.text("type"))
     if kind not in _KINDS:
-        given.leave_out(_KINDS)
+        entry.leave_out(_KINDS)
         return None
-    inner = given.object(kind) if nested else given
+    inner = entry.object(kind) if nested else entry
     name = tools.function(inner.text("name"), inner.text("namespace", None))
     if name is None:
         raise inner.error("name", f"is {shown(inner.text('name'))}, and there is no such tool")
     inner.end()
-    given.end()
+    entry.end()
     return name
 
 

@@ -31,7 +31,7 @@ class Fields:
     """The fields of one JSON object; null is as if a field were missing.
 
     Args:
-        given: The object.
+        value: The object.
         name: By which errors know it, as `messages[2]`; empty for the body itself.
         ignored: Takes what is not known; by default it is refused.
 
@@ -39,16 +39,16 @@ class Fields:
         FieldError: it is no object.
     """
 
-    def __init__(self, given: Any, name: str = "", ignored: Ignored | None = None) -> None:
-        if not isinstance(given, dict):
-            raise FieldError(name or "the body", f"must be an object, not {shown(given)}")
-        self._given = {key: value for key, value in given.items() if value is not None}
+    def __init__(self, value: Any, name: str = "", ignored: Ignored | None = None) -> None:
+        if not isinstance(value, dict):
+            raise FieldError(name or "the body", f"must be an object, not {shown(value)}")
+        self._values = {key: value for key, value in value.items() if value is not None}
         self._name = name
         self._ignored = Ignored() if ignored is None else ignored
         self._read: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._given
+        return name in self._values
 
     def error(self, name: str, problem: str) -> FieldError:
         """An error that names a field of this object."""
@@ -61,8 +61,8 @@ class Fields:
     def any(self, name: str, default: Any = _MISSING) -> Any:
         """A value of whatever type."""
         self._read.add(name)
-        if name in self._given:
-            return self._given[name]
+        if name in self._values:
+            return self._values[name]
         if default is _MISSING:
             raise self.error(name, "is missing")
         return default
@@ -93,8 +93,8 @@ class Fields:
 
     def objects(self, name: str) -> list[Fields]:
         """A list of objects, empty where it is missing."""
-        found = self._typed(name, [], "a list", lambda value: isinstance(value, list))
-        return [Fields(each, f"{self.path(name)}[{index}]", self._ignored) for index, each in enumerate(found)]
+        entries = self._typed(name, [], "a list", lambda value: isinstance(value, list))
+        return [Fields(each, f"{self.path(name)}[{index}]", self._ignored) for index, each in enumerate(entries)]
 
     def texts(
         self,
@@ -130,8 +130,8 @@ class Fields:
 
     def raw(self) -> dict[str, Any]:
         """All of it, whose fields then count as read."""
-        self._read |= self._given.keys()
-        return self._given
+        self._read |= self._values.keys()
+        return self._values
 
     def ignore(self, names: Iterable[str]) -> None:
         """Takes fields that change no answer."""
@@ -139,7 +139,7 @@ class Fields:
 
     def refuse(self, name: str, neutral: Collection[Any] = ()) -> None:
         """Refuses a field that would change the answer, unless its value is one that does not."""
-        if name in self._given and not any(self._given[name] == each for each in (False, [], {}, "", *neutral)):
+        if name in self._values and not any(self._values[name] == each for each in (False, [], {}, "", *neutral)):
             raise self.error(name, "is not supported")
         self._read.add(name)
 
@@ -149,7 +149,7 @@ class Fields:
         Raises:
             FieldError: there is a field that is not known, and the server is strict.
         """
-        for name in sorted(self._given.keys() - self._read):
+        for name in sorted(self._values.keys() - self._read):
             error = self.error(printable(name), "is not known here")
             self._ignored.add(error.param, error, "is not known here")
 
@@ -159,7 +159,7 @@ class Fields:
         Raises:
             FieldError: the server is strict.
         """
-        asked = shown(self._given.get(name))
+        asked = shown(self._values.get(name))
         error = self.error(name, f"must be one of {', '.join(kinds)}, not {asked}")
         self._ignored.add(self._name, error, f"has the {name} {asked}, which is not known here")
 

@@ -101,60 +101,60 @@ def read_conversation(body: Fields, model: ServedModel) -> Conversation:
 
 def _tools(body: Fields, chat: ChatFormat) -> ClientTools:
     tools = ClientTools()
-    for given in body.objects("tools"):
-        kind = given.text("type", "function")
+    for tool in body.objects("tools"):
+        kind = tool.text("type", "function")
         if kind == "function":
-            tools.add(given.raw(), given.path("function.parameters"))
+            tools.add(tool.raw(), tool.path("function.parameters"))
         elif kind == "custom":
-            custom = given.object("custom")
+            custom = tool.object("custom")
             function, client = read_text_tool(custom, has_grammars=chat.syntax.WRITES_JSON)
             tools.add(function, custom.path("format"), client)
         else:
-            given.leave_out(("function", "custom"))
+            tool.leave_out(("function", "custom"))
     return tools
 
 
-def _template_values(given: Fields) -> dict[str, Any]:
+def _template_values(values: Fields) -> dict[str, Any]:
     """Further values for the template, other than those that a request has fields for."""
     for name in _OWN_VALUES:
-        if name in given:
-            raise given.error(name, "is no value of the template that a request may set")
-    return dict(given.raw())
+        if name in values:
+            raise values.error(name, "is no value of the template that a request may set")
+    return dict(values.raw())
 
 
-def _message(given: Fields) -> dict[str, Any]:
+def _message(entry: Fields) -> dict[str, Any]:
     """A message, each field of which has its type; `ChatFormat.render` makes it what the template takes."""
-    role = given.choice("role", _ROLES)
+    role = entry.choice("role", _ROLES)
     message: dict[str, Any] = {"role": role}
-    if "content" in given:
+    if "content" in entry:
         others = _OTHERS.get(str(role), "refuse")
-        message["content"] = given.texts("content", ("text", "refusal"), ("cache_control",), others)
+        message["content"] = entry.texts("content", ("text", "refusal"), ("cache_control",), others)
     elif role != "assistant":
-        raise given.error("content", "is missing")
-    if "tool_calls" in given:
-        message["tool_calls"] = [_call(call) for call in given.objects("tool_calls")]
+        raise entry.error("content", "is missing")
+    if "tool_calls" in entry:
+        message["tool_calls"] = [_call(call) for call in entry.objects("tool_calls")]
     for name in ("name", "tool_call_id", "reasoning_content"):
-        if name in given:
-            message[name] = given.text(name)
-    if "reasoning" in given:  # as some servers call it
-        message["reasoning_content"] = given.text("reasoning")
+        if name in entry:
+            message[name] = entry.text(name)
+    if "reasoning" in entry:  # as some servers call it
+        message["reasoning_content"] = entry.text("reasoning")
     for name in ("refusal", "audio", "function_call"):
-        given.refuse(name)
-    given.ignore(("annotations",))
-    given.end()
+        entry.refuse(name)
+    entry.ignore(("annotations",))
+    entry.end()
     return message
 
 
 def _call(call: Fields) -> dict[str, Any]:
     kind = call.choice("type", ("function", "custom"), "function")
-    given = call.object(str(kind))
-    arguments = given.any("arguments", "{}") if kind == "function" else text_arguments(str(given.text("input")))
-    function = {"name": given.text("name"), "arguments": arguments}
-    said = {"id": call.text("id", ""), "type": "function", "function": function}
+    inner = call.object(str(kind))
+    arguments = inner.any("arguments", "{}") if kind == "function" else text_arguments(str(inner.text("input")))
+    function = {"name": inner.text("name"), "arguments": arguments}
+    tool_call = {"id": call.text("id", ""), "type": "function", "function": function}
     call.ignore(("index",))
-    given.end()
+    inner.end()
     call.end()
-    return said
+    return tool_call
 
 
 class ChatCompletions(ChoicesExchange):
@@ -164,7 +164,7 @@ class ChatCompletions(ChoicesExchange):
         kind = "chat.completion.chunk" if wishes.stream else "chat.completion"
         super().__init__([job], model, wishes, "chatcmpl", kind)
         self._messages = messages
-        self._told = [False] * job.n
+        self._started = [False] * job.n
 
     def take(self, job: int, sample: int, pieces: Sequence[Piece]) -> list[Event]:  # noqa: ARG002
         message = self._messages[sample]
@@ -172,14 +172,14 @@ class ChatCompletions(ChoicesExchange):
         deltas = message.take(pieces)
         if not self.stream:
             return []
-        said: dict[str, Any] = {}
-        if not self._told[sample]:
-            self._told[sample], said = True, {"role": "assistant", "content": ""}
+        chunk: dict[str, Any] = {}
+        if not self._started[sample]:
+            self._started[sample], chunk = True, {"role": "assistant", "content": ""}
         for delta in deltas:
-            _add(said, delta, message.calls)
-        choice = {"index": sample, "delta": said, "finish_reason": self._finish(message)}
+            _add(chunk, delta, message.calls)
+        choice = {"index": sample, "delta": chunk, "finish_reason": self._finish(message)}
         logprobs = self._logprobs(message.logprobs[before:])
-        if not said and not message.finish and not logprobs:
+        if not chunk and not message.finish and not logprobs:
             return []
         new = replace(message, tokens=message.tokens[before:])
         return [self.answer([choice | {"logprobs": logprobs} | self._tokens(new)], usage=False)]
@@ -187,14 +187,14 @@ class ChatCompletions(ChoicesExchange):
     def whole(self) -> dict[str, Any]:
         choices = []
         for index, message in enumerate(self._messages):
-            said: dict[str, Any] = {"role": "assistant", "content": message.content or None, "refusal": None}
+            reply: dict[str, Any] = {"role": "assistant", "content": message.content or None, "refusal": None}
             if not message.calls:
-                said["content"] = message.content
+                reply["content"] = message.content
             if message.reasoning:
-                said["reasoning_content"] = message.reasoning
+                reply["reasoning_content"] = message.reasoning
             if message.calls:
-                said["tool_calls"] = [_said(each, each.text) for each in message.calls]
-            choice = {"index": index, "message": said, "finish_reason": self._finish(message)}
+                reply["tool_calls"] = [_call_json(each, each.text) for each in message.calls]
+            choice = {"index": index, "message": reply, "finish_reason": self._finish(message)}
             choices.append(choice | {"logprobs": self._logprobs(message.logprobs)} | self._tokens(message))
         whole = self.answer(choices, usage=True)
         return whole | ({"prompt_token_ids": list(self.jobs[0].tokens)} if self.wishes.tokens else {})
@@ -220,24 +220,24 @@ class ChatCompletions(ChoicesExchange):
         return {"token": self.model.token_text(token), "logprob": logprob, "bytes": list(own)}
 
 
-def _said(call: ToolCall, text: str) -> dict[str, Any]:
+def _call_json(call: ToolCall, text: str) -> dict[str, Any]:
     """A call in OpenAI's words, with its text, or the beginning of it."""
     kind, name = ("custom", "input") if call.tool.is_text else ("function", "arguments")
     return {"id": call.id, "type": kind, kind: {"name": call.tool.name, name: text}}
 
 
-def _add(said: dict[str, Any], delta: Delta, calls: Sequence[ToolCall]) -> None:
+def _add(chunk: dict[str, Any], delta: Delta, calls: Sequence[ToolCall]) -> None:
     """Adds a part of a message, which has some calls, to the delta of a chunk."""
     if isinstance(delta, Content):
-        said["content"] = said.get("content", "") + delta.text
+        chunk["content"] = chunk.get("content", "") + delta.text
     elif isinstance(delta, Reasoning):
-        said["reasoning_content"] = said.get("reasoning_content", "") + delta.text
+        chunk["reasoning_content"] = chunk.get("reasoning_content", "") + delta.text
     else:
-        told, call = said.setdefault("tool_calls", []), calls[delta.index]
+        call_chunks, call = chunk.setdefault("tool_calls", []), calls[delta.index]
         kind, name = ("custom", "input") if call.tool.is_text else ("function", "arguments")
         if isinstance(delta, CallStart):
-            told.append({"index": delta.index, **_said(call, "")})
-        elif told and told[-1]["index"] == delta.index:
-            told[-1][kind][name] += delta.text
+            call_chunks.append({"index": delta.index, **_call_json(call, "")})
+        elif call_chunks and call_chunks[-1]["index"] == delta.index:
+            call_chunks[-1][kind][name] += delta.text
         else:
-            told.append({"index": delta.index, kind: {name: delta.text}})
+            call_chunks.append({"index": delta.index, kind: {name: delta.text}})

@@ -66,12 +66,12 @@ def read_completion(body: Fields, model: ServedModel) -> Exchange:
 
 def _prompts(body: Fields) -> list[tuple[str, Any]]:
     """The prompts, each with its name in errors."""
-    given = body.any("prompt")
-    if isinstance(given, list) and given and all(isinstance(each, str | list) for each in given):
-        if len(given) > MOST_PROMPTS:
-            raise body.error("prompt", f"is a list of {len(given)} prompts, {MOST_PROMPTS} at most")
-        return [(f"prompt[{index}]", each) for index, each in enumerate(given)]
-    return [("prompt", given)]
+    prompt = body.any("prompt")
+    if isinstance(prompt, list) and prompt and all(isinstance(each, str | list) for each in prompt):
+        if len(prompt) > MOST_PROMPTS:
+            raise body.error("prompt", f"is a list of {len(prompt)} prompts, {MOST_PROMPTS} at most")
+        return [(f"prompt[{index}]", each) for index, each in enumerate(prompt)]
+    return [("prompt", prompt)]
 
 
 class _Scored(NamedTuple):
@@ -112,7 +112,7 @@ class _Choice:
     scores: list[float] = field(default_factory=list)
     """Log-probabilities of all its tokens."""
     finish: str | None = None
-    told: bool = False
+    is_started: bool = False
     offsets: _Offsets | None = None
     """The places of tokens that come next."""
 
@@ -155,10 +155,10 @@ class Completions(ChoicesExchange):
                 if self._has_logprobs:
                     new.scored += self._scored(job, choice, piece)
             new.finish = piece.finish
-        if self._echo is not None and not choice.told:
+        if self._echo is not None and not choice.is_started:
             new.text = self._echo[job] + new.text
             new.scored = self._of_prompt(job) + new.scored
-        choice.told = True
+        choice.is_started = True
         choice.text += new.text
         choice.tokens += new.tokens
         choice.scores += new.scores
@@ -171,25 +171,25 @@ class Completions(ChoicesExchange):
             )
         if not self.stream or not (new.text or new.finish or new.scored):
             return []
-        return [self.answer([self._said(job, sample, new)], usage=False)]
+        return [self.answer([self._choice_json(job, sample, new)], usage=False)]
 
     def whole(self) -> dict[str, Any]:
         choices = []
         for job, samples in enumerate(self._choices):
             best = sorted(samples, key=lambda choice: -choice.mean)[: self._n] if len(samples) > self._n else samples
-            choices += [self._said(job, rank, choice) for rank, choice in enumerate(best)]
+            choices += [self._choice_json(job, rank, choice) for rank, choice in enumerate(best)]
         return self.answer(choices, usage=True)
 
-    def _said(self, job: int, sample: int, choice: _Choice) -> dict[str, Any]:
-        said = {
+    def _choice_json(self, job: int, sample: int, choice: _Choice) -> dict[str, Any]:
+        entry = {
             "index": job * self._n + sample,
             "text": choice.text,
             "logprobs": self._logprobs(choice.scored) if self._has_logprobs else None,
             "finish_reason": choice.finish,
         }
         if self.wishes.tokens:
-            said |= {"token_ids": choice.tokens, "prompt_token_ids": list(self.jobs[job].tokens)}
-        return said
+            entry |= {"token_ids": choice.tokens, "prompt_token_ids": list(self.jobs[job].tokens)}
+        return entry
 
     def _scored(self, job: int, choice: _Choice, piece: Piece) -> list[_Scored]:
         if choice.offsets is None:
@@ -228,9 +228,9 @@ class Completions(ChoicesExchange):
         """
         values = logprobs.top | ({} if token in logprobs.top else {token: logprobs.token})
         chosen = self.model.token_text(token, _BYTES)
-        found: dict[str, float] = {}
+        by_text: dict[str, float] = {}
         for each, value in values.items():
             key = self.model.token_text(each, _BYTES)
-            is_taken = key in found or (key == chosen and each != token)
-            found[f"token_id:{each}" if is_taken else key] = value
-        return found
+            is_taken = key in by_text or (key == chosen and each != token)
+            by_text[f"token_id:{each}" if is_taken else key] = value
+        return by_text

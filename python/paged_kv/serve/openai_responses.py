@@ -49,11 +49,11 @@ def read_response(body: Fields, model: ServedModel) -> Responses:
         raise body.error("store", "is not supported other than false: nothing is kept")
     conversation = _conversation(body, model)
     stream, answer = body.flag("stream", False), _structure(body)
-    said = {name: body.any(name, default) for name, default in _ECHOED.items()}
+    echoed = {name: body.any(name, default) for name, default in _ECHOED.items()}
     job, prompt = conversation.job(body, model, answer, ("max_output_tokens",), name="input")
     body.end()
-    said |= {"temperature": job.sampling.temperature, "top_p": job.sampling.top_p}
-    return Responses(job, model, conversation.message(prompt), said, stream=stream)
+    echoed |= {"temperature": job.sampling.temperature, "top_p": job.sampling.top_p}
+    return Responses(job, model, conversation.message(prompt), echoed, stream=stream)
 
 
 def count_input_tokens(body: Fields, model: ServedModel) -> dict[str, Any]:
@@ -150,32 +150,32 @@ def _add_item(messages: list[dict[str, Any]], item: Fields) -> None:
     item.end()
 
 
-def _add_tool(tools: ClientTools, given: Fields, chat: ChatFormat, namespace: str | None = None) -> None:
+def _add_tool(tools: ClientTools, entry: Fields, chat: ChatFormat, namespace: str | None = None) -> None:
     """Adds a tool, or those of a namespace; one that cannot be offered is left out."""
-    kind = given.text("type")
+    kind = entry.text("type")
     if kind == "namespace" and namespace is None:
-        name, about, inner = str(given.text("name")), given.text("description", None), given.objects("tools")
+        name, about, inner = str(entry.text("name")), entry.text("description", None), entry.objects("tools")
         first = len(tools.functions)
         for each in inner:
             _add_tool(tools, each, chat, name)
         if about and len(tools.functions) > first:  # templates have no place for it but a function's description
             function = tools.functions[first]["function"]
             function["description"] = f"{about}\n\n{function.get('description', '')}".strip()
-        given.end()
+        entry.end()
         return
     if kind == "function":
-        tool, path = read_function(given, given.object("parameters", None), ("type",)), given.path("parameters")
+        tool, path = read_function(entry, entry.object("parameters", None), ("type",)), entry.path("parameters")
         client = ClientTool(tool["function"]["name"], namespace)
         tool["function"]["name"] = qualified(client.name, namespace)
     elif kind == "custom":
-        tool, client = read_text_tool(given, namespace, has_grammars=chat.syntax.WRITES_JSON)
-        path = given.path("format")
+        tool, client = read_text_tool(entry, namespace, has_grammars=chat.syntax.WRITES_JSON)
+        path = entry.path("format")
     else:
-        given.leave_out(_TOOLS if namespace is None else _TOOLS[:2])
+        entry.leave_out(_TOOLS if namespace is None else _TOOLS[:2])
         return
     name = tool["function"]["name"]
     if namespace is not None and not is_function_name(name):
-        given.leave_out(("1 to 128 of A-Z a-z 0-9 _ . : - with its namespace",), "name")
+        entry.leave_out(("1 to 128 of A-Z a-z 0-9 _ . : - with its namespace",), "name")
         return
     tools.add(tool, path, client)
 
@@ -183,15 +183,15 @@ def _add_tool(tools: ClientTools, given: Fields, chat: ChatFormat, namespace: st
 def _structure(body: Fields) -> Structure | None:
     """Return what the text must be, by `text.format`."""
     text = body.object("text", None)
-    given = text.object("format", None)
-    kind, structure = given.choice("type", ("text", "json_object", "json_schema"), "text"), None
+    form = text.object("format", None)
+    kind, structure = form.choice("type", ("text", "json_object", "json_schema"), "text"), None
     if kind == "json_object":
         structure = JsonSchema({"type": "object"})
     elif kind == "json_schema":
-        given.ignore(("name", "description", "strict"))
-        structure = read_schema(given, "schema")
-        check_structure(given.path("schema"), structure)
-    given.end()
+        form.ignore(("name", "description", "strict"))
+        structure = read_schema(form, "schema")
+        check_structure(form.path("schema"), structure)
+    form.end()
     text.ignore(("verbosity",))
     text.end()
     return structure
@@ -200,7 +200,7 @@ def _structure(body: Fields) -> Structure | None:
 class Responses(BlockExchange):
     """The answer of /v1/responses: each block is an item of its output."""
 
-    def __init__(self, job: Job, model: ServedModel, message: Message, said: dict[str, Any], *, stream: bool) -> None:
+    def __init__(self, job: Job, model: ServedModel, message: Message, echoed: dict[str, Any], *, stream: bool) -> None:
         super().__init__(job, message, stream=stream)
         self._head = {
             "id": f"resp_{secrets.token_hex(12)}",
@@ -211,7 +211,7 @@ class Responses(BlockExchange):
             "previous_response_id": None,
             "store": False,
             "truncation": "disabled",
-        } | said
+        } | echoed
         self._ids: list[str] = []
         self._events = 2  # the numbers 0 and 1 are those of `begin`
 

@@ -124,10 +124,10 @@ class ChoicesExchange(Exchange):
 
     def answer(self, choices: Sequence[Mapping[str, Any]], *, usage: bool) -> Event:
         """An event, or the whole answer, with some choices."""
-        said = {**self._head, "choices": choices}
+        event = {**self._head, "choices": choices}
         if usage or self.wishes.usage_always:
-            return said | {"usage": self.usage.openai()}
-        return said | ({"usage": None} if self.wishes.usage_at_end else {})
+            return event | {"usage": self.usage.openai()}
+        return event | ({"usage": None} if self.wishes.usage_at_end else {})
 
     def end(self) -> list[Event]:
         return [self.answer([], usage=True)] if self.wishes.usage_at_end else []

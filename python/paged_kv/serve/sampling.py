@@ -78,24 +78,24 @@ def read_structure(body: Fields) -> Structure | None:
     """
     structures: dict[str, Structure] = {}
     if "response_format" in body:
-        given = body.object("response_format")
-        kind = given.choice("type", ("text", "json_object", "json_schema"))
+        form = body.object("response_format")
+        kind = form.choice("type", ("text", "json_object", "json_schema"))
         if kind == "json_object":
             structures["response_format"] = JsonSchema({"type": "object"})
         elif kind == "json_schema":
-            schema = given.object("json_schema")
+            schema = form.object("json_schema")
             schema.ignore(("name", "description", "strict"))
             structures[schema.path("schema")] = read_schema(schema, "schema", {})
             schema.end()
-        given.end()
+        form.end()
     if "structured_outputs" in body:
-        given = body.object("structured_outputs")
+        outputs = body.object("structured_outputs")
         for name in ("json", "regex", "grammar", "choice"):
-            if name in given:
-                structures[given.path(name)] = _structure(given, name, name)
-        if given.flag("json_object", False):
-            structures[given.path("json_object")] = JsonSchema({"type": "object"})
-        given.end()
+            if name in outputs:
+                structures[outputs.path(name)] = _structure(outputs, name, name)
+        if outputs.flag("json_object", False):
+            structures[outputs.path("json_object")] = JsonSchema({"type": "object"})
+        outputs.end()
     for name, kind in _GUIDED.items():
         if name in body:
             structures[name] = _structure(body, name, kind)
@@ -106,11 +106,11 @@ def read_structure(body: Fields) -> Structure | None:
     return next(iter(structures.values()), None)
 
 
-def read_schema(given: Fields, name: str, default: Any = None) -> JsonSchema:
+def read_schema(holder: Fields, name: str, default: Any = None) -> JsonSchema:
     """A field that is a schema of an answer: objects have the properties that it names and no others, unless it says
     which. Raises as `read_structure`.
     """
-    schema = JsonSchema(given.any(name) if default is None else given.any(name, default))
+    schema = JsonSchema(holder.any(name) if default is None else holder.any(name, default))
     closed = JsonSchema(close(json.loads(str(schema.schema))))
     # Where only the open one can be enforced, that is better than none.
     return schema if problem_of(closed) and not problem_of(schema) else closed
@@ -128,8 +128,8 @@ def read_max_tokens(body: Fields, names: tuple[str, ...], default: int, minimum:
     Raises:
         FieldError: it is out of range.
     """
-    found = [body.integer(name, None, minimum, 2**63 - 1) for name in names]
-    return min(next((value for value in found if value is not None), default), left)
+    requested = [body.integer(name, None, minimum, 2**63 - 1) for name in names]
+    return min(next((value for value in requested if value is not None), default), left)
 
 
 def _structure(body: Fields, name: str, kind: str) -> Structure:

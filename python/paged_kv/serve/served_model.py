@@ -169,10 +169,10 @@ class ServedModel:
         """The model in the words of OpenAI's /v1/models, or of Anthropic's."""
         if for_anthropic:
             created = datetime.fromtimestamp(self.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-            said: dict[str, Any] = {"type": "model", "id": self.name, "display_name": self.name, "created_at": created}
-            return said | {"lifecycle": "active", "max_input_tokens": self.most_tokens, "max_tokens": self.most_tokens}
-        said = {"id": self.name, "object": "model", "created": self.created, "owned_by": "paged-kv"}
-        return said | {"max_model_len": self.most_tokens}
+            card: dict[str, Any] = {"type": "model", "id": self.name, "display_name": self.name, "created_at": created}
+            return card | {"lifecycle": "active", "max_input_tokens": self.most_tokens, "max_tokens": self.most_tokens}
+        card = {"id": self.name, "object": "model", "created": self.created, "owned_by": "paged-kv"}
+        return card | {"max_model_len": self.most_tokens}
 
     def token_text(self, token: int, prefix: str = "") -> str:
         r"""The text of a token inside a text; of a part of a character `prefix` and its bytes, as `\xe2\x80`."""

@@ -116,10 +116,10 @@ class Settings:
             ContractError: it cannot be read, or cannot stand in a header.
         """
         sources = {"--api-key": self.api_key, "--api-key-file": self.api_key_file, API_KEY: os.environ.get(API_KEY)}
-        given = {name: value for name, value in sources.items() if value is not None}
-        if len(given) > 1:
-            raise ContractError(f"a key comes from one of {' and '.join(given)}, not from both")
-        key = next(iter(given.values()), None)
+        keys = {name: value for name, value in sources.items() if value is not None}
+        if len(keys) > 1:
+            raise ContractError(f"a key comes from one of {' and '.join(keys)}, not from both")
+        key = next(iter(keys.values()), None)
         if isinstance(key, Path):
             if not key.is_file():
                 raise ContractError(f"--api-key-file {key}: no such file")

@@ -22,9 +22,9 @@ PAGE = files("paged_kv.serve").joinpath("page.html").read_bytes()
 
 
 def _digest(tag: str) -> str:
-    found = re.search(rf"<{tag}>(.*?)</{tag}>".encode(), PAGE, re.DOTALL)
-    assert found is not None
-    return f"'sha256-{b64encode(sha256(found[1]).digest()).decode()}'"
+    match = re.search(rf"<{tag}>(.*?)</{tag}>".encode(), PAGE, re.DOTALL)
+    assert match is not None
+    return f"'sha256-{b64encode(sha256(match[1]).digest()).decode()}'"
 
 
 HEADERS = {
@@ -38,14 +38,14 @@ HEADERS = {
 
 
 def pool_now(engine: Engine) -> dict[str, Any]:
-    """The pages of an engine's pool as JSON has them: `owners` of each cell, -1 where its tokens are known."""
+    """The pages of an engine's pool as JSON; `owners` are the requests of each cell, -1 where it is only cached."""
     pool, held = engine.pool, engine.pool.owners()
-    counts, known = pool.count(), pool.look(lambda known: list(known.pages))
+    counts, cached = pool.count(), pool.look(lambda prefixes: list(prefixes.pages))
     owners = np.zeros(pool.num_pages, np.int64)
     for pages in held.values():
         owners[list(pages)] += 1
     shared = {key: int((owners[list(pages)] > 1).sum()) for key, pages in held.items()}
-    owners[[page for page in known if not owners[page]]] = -1
+    owners[[page for page in cached if not owners[page]]] = -1
     requests = [
         {"name": _name(key), "pages": len(pages), "shared": shared[key]}
         for key, pages in list(held.items())[:MOST_REQUESTS]
@@ -89,7 +89,7 @@ _COUNTS = ("pages", "free", "cached", "used", "running", "waiting")
 
 
 def _cells(owners: npt.NDArray[np.int64]) -> list[int]:
-    """The owners of pages, -1 of known ones, in `MOST_CELLS` cells at most: of adjacent pages the most."""
+    """The owners of pages, -1 of cached ones, in `MOST_CELLS` cells at most: of adjacent pages the most."""
     values = np.where(owners < 0, 1, np.where(owners > 0, owners + 1, 0))
     cells = min(owners.size, MOST_CELLS)
     most = np.maximum.reduceat(values, -(-np.arange(cells) * owners.size // cells))

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
+from operator import ge, gt, le, lt
 from typing import Any
 
 from paged_kv.arguments import printable
@@ -83,21 +84,21 @@ class _Check:
             yield f"{place or '/'}: nothing may be here"
         if not isinstance(schema, Mapping):
             return
-        for keyword, wanted in schema.items():
+        for keyword, operand in schema.items():
             check = _SCALARS.get(keyword)
             if check is not None:
-                if not _holds(check, value, wanted):
+                if not _holds(check, value, operand):
                     yield f"{place or '/'}: {keyword}"
-            elif keyword in _APPLIED and not self._applies(keyword, value, wanted, schema, depth):
+            elif keyword in _APPLIED and not self._applies(keyword, value, operand, schema, depth):
                 yield f"{place or '/'}: {keyword}"
         yield from self._below(value, schema, place, depth)
 
-    def _applies(self, keyword: str, value: Any, wanted: Any, schema: Mapping[str, Any], depth: int) -> bool:
+    def _applies(self, keyword: str, value: Any, operand: Any, schema: Mapping[str, Any], depth: int) -> bool:
         """Return whether a keyword that has schemas for the value itself accepts it."""
-        every = wanted if isinstance(wanted, list) else []
+        every = operand if isinstance(operand, list) else []
         match keyword:
             case "$ref":
-                return self._fits_reference(value, wanted, depth)
+                return self._fits_reference(value, operand, depth)
             case "allOf":
                 return all(self.fits(value, each, depth) for each in every)
             case "anyOf":
@@ -105,15 +106,15 @@ class _Check:
             case "oneOf":
                 return not every or sum(self.fits(value, each, depth) for each in every) == 1
             case "not":
-                return not self.fits(value, wanted, depth)
+                return not self.fits(value, operand, depth)
             case "if":
-                branch = schema.get("then" if self.fits(value, wanted, depth) else "else", True)
+                branch = schema.get("then" if self.fits(value, operand, depth) else "else", True)
                 return self.fits(value, branch, depth)
             case "propertyNames":
-                return not isinstance(value, dict) or all(self.fits(name, wanted, depth) for name in value)
+                return not isinstance(value, dict) or all(self.fits(name, operand, depth) for name in value)
             case "contains":
-                return not isinstance(value, list) or self._contains(value, wanted, schema, depth)
-        pairs = wanted.items() if isinstance(wanted, Mapping) and isinstance(value, dict) else ()
+                return not isinstance(value, list) or self._contains(value, operand, schema, depth)
+        pairs = operand.items() if isinstance(operand, Mapping) and isinstance(value, dict) else ()
         return all(
             _has(value, each) if isinstance(each, list) else self.fits(value, each, depth)
             for name, each in pairs
@@ -128,8 +129,8 @@ class _Check:
         except (LookupError, ValueError, TypeError):
             return True
 
-    def _contains(self, value: list[Any], wanted: Any, schema: Mapping[str, Any], depth: int) -> bool:
-        count = sum(self.fits(each, wanted, depth) for each in value)
+    def _contains(self, value: list[Any], items: Any, schema: Mapping[str, Any], depth: int) -> bool:
+        count = sum(self.fits(each, items, depth) for each in value)
         most = schema.get("maxContains")
         return count >= _number(schema.get("minContains"), 1) and count <= _number(most, len(value))
 
@@ -157,10 +158,10 @@ _APPLIED = (
 )
 
 
-def _holds(check: Callable[[Any, Any], bool], value: Any, wanted: Any) -> bool:
+def _holds(check: Callable[[Any, Any], bool], value: Any, operand: Any) -> bool:
     """Return whether a value fits a keyword; what is malformed in a schema limits nothing."""
     try:
-        return check(value, wanted)
+        return check(value, operand)
     except (TypeError, ValueError, OverflowError, ArithmeticError):
         return True
 
@@ -170,7 +171,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _number(value: Any, default: int) -> Any:
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else default
+    return value if _is_number(value) else default
 
 
 def _is_number(value: Any) -> bool:
@@ -190,8 +191,8 @@ def _has(value: Any, names: Any) -> bool:
     return not isinstance(value, dict) or not isinstance(names, list) or all(name in value for name in names)
 
 
-def _is_of_type(value: Any, wanted: Any) -> bool:
-    types = wanted if isinstance(wanted, list) else [wanted]
+def _is_of_type(value: Any, expected: Any) -> bool:
+    types = expected if isinstance(expected, list) else [expected]
     if any(each not in ("string", "integer", "number", "boolean", "null", "array", "object") for each in types):
         return True
     kind = kind_of(value)
@@ -212,35 +213,35 @@ def _is_multiple(value: Any, of: Any) -> bool:
 
 
 def _compares(holds: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
-    return lambda value, wanted: not (_is_number(value) and _is_number(wanted)) or holds(value, wanted)
+    return lambda value, limit: not (_is_number(value) and _is_number(limit)) or holds(value, limit)
 
 
 def _sized(
     kind: type[str | list[Any] | dict[str, Any]], holds: Callable[[int, Any], bool]
 ) -> Callable[[Any, Any], bool]:
-    return lambda value, wanted: not (isinstance(value, kind) and _is_number(wanted)) or holds(len(value), wanted)
+    return lambda value, limit: not (isinstance(value, kind) and _is_number(limit)) or holds(len(value), limit)
 
 
 _SCALARS: dict[str, Callable[[Any, Any], bool]] = {
     "type": _is_of_type,
-    "enum": lambda value, wanted: _key(value) in map(_key, wanted),
-    "const": lambda value, wanted: _key(value) == _key(wanted),
+    "enum": lambda value, expected: _key(value) in map(_key, expected),
+    "const": lambda value, expected: _key(value) == _key(expected),
     "required": _has,
     "multipleOf": _is_multiple,
-    "minimum": _compares(lambda value, wanted: value >= wanted),
-    "maximum": _compares(lambda value, wanted: value <= wanted),
-    "exclusiveMinimum": _compares(lambda value, wanted: value > wanted),
-    "exclusiveMaximum": _compares(lambda value, wanted: value < wanted),
-    "minLength": _sized(str, lambda size, wanted: size >= wanted),
-    "maxLength": _sized(str, lambda size, wanted: size <= wanted),
-    "minItems": _sized(list, lambda size, wanted: size >= wanted),
-    "maxItems": _sized(list, lambda size, wanted: size <= wanted),
-    "minProperties": _sized(dict, lambda size, wanted: size >= wanted),
-    "maxProperties": _sized(dict, lambda size, wanted: size <= wanted),
-    "uniqueItems": lambda value, wanted: (
-        wanted is not True or not isinstance(value, list) or len(set(map(_key, value))) == len(value)
+    "minimum": _compares(ge),
+    "maximum": _compares(le),
+    "exclusiveMinimum": _compares(gt),
+    "exclusiveMaximum": _compares(lt),
+    "minLength": _sized(str, ge),
+    "maxLength": _sized(str, le),
+    "minItems": _sized(list, ge),
+    "maxItems": _sized(list, le),
+    "minProperties": _sized(dict, ge),
+    "maxProperties": _sized(dict, le),
+    "uniqueItems": lambda value, is_unique: (
+        is_unique is not True or not isinstance(value, list) or len(set(map(_key, value))) == len(value)
     ),
-    "pattern": lambda value, wanted: not isinstance(value, str) or _matches(wanted, value),
+    "pattern": lambda text, pattern: not isinstance(text, str) or _matches(pattern, text),
 }
 
 

@@ -45,8 +45,8 @@ def read_habits(template: Template) -> Habits:
     Raises:
         CheckpointError: it takes more than a rendering's limits.
     """
-    given: tuple[Any, ...] = ({"marker": "value"}, '{"marker": "value"}')
-    for arguments in given:
+    forms: tuple[Any, ...] = ({"marker": "value"}, '{"marker": "value"}')
+    for arguments in forms:
         call: dict[str, Any] = {
             "id": "abcdefghi",
             "type": "function",
@@ -105,11 +105,11 @@ def read_messages(
     return syntax.adapt(systems.arrange(read), tools)
 
 
-def _message(place: str, given: Any, template: Template, syntax: Syntax, as_objects: bool | None) -> dict[str, Any]:
+def _message(place: str, entry: Any, template: Template, syntax: Syntax, as_objects: bool | None) -> dict[str, Any]:
     """One message; `as_objects` is None where the template writes no calls."""
-    if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
-        raise ContractTypeError(f"{place}: a message has a role and a content, not {shown(given)}")
-    message = {name: value for name, value in given.items() if value is not None}
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("role"), str):
+        raise ContractTypeError(f"{place}: a message has a role and a content, not {shown(entry)}")
+    message = {name: value for name, value in entry.items() if value is not None}
     if message["role"] == "developer" and "developer" not in template.text:
         message["role"] = "system"
     calls = message.pop("tool_calls", None) or []

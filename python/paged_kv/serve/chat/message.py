@@ -71,17 +71,17 @@ class Incoming:
             marks: The texts that are looked for; of two that begin at one place the longer counts.
             say: Is given the text as it comes.
         """
-        known = _marks(tuple(marks))
+        matcher = _marks(tuple(marks))
         while True:
-            found = known.pattern.search(self.text, self.at) if marks else None
-            if found and not self.ended and self.text[found.start() :] in known.beginnings:
-                found = None  # it may become a longer one
-            if found:
-                say(self.text[self.at : found.start()])
-                self.at = found.end()
-                return found[0]
+            match = matcher.pattern.search(self.text, self.at) if marks else None
+            if match and not self.ended and self.text[match.start() :] in matcher.beginnings:
+                match = None  # it may become a longer one
+            if match:
+                say(self.text[self.at : match.start()])
+                self.at = match.end()
+                return match[0]
             rest = self.rest
-            keep = 0 if self.ended else known.overlap(rest)
+            keep = 0 if self.ended else matcher.overlap(rest)
             say(rest[: len(rest) - keep])
             self.at += len(rest) - keep
             if self.ended:
@@ -228,10 +228,10 @@ class Outgoing:
             text = text.lstrip()
             self._strips = not text
         text = self._held + text
-        kept = text.rstrip()
-        self._held = text[len(kept) :]
-        if kept:
-            self._append(kind, kept)
+        visible = text.rstrip()
+        self._held = text[len(visible) :]
+        if visible:
+            self._append(kind, visible)
 
     def _append(self, kind: type[Content | Reasoning], text: str) -> None:
         last = self._deltas[-1] if self._deltas else None

@@ -39,7 +39,7 @@ class Schema:
         self.node: dict[str, Any] = dict(node) if isinstance(node, Mapping) else {}
         if isinstance(self.node.get("$ref"), str):
             rest = {name: value for name, value in self.node.items() if name != "$ref"}
-            self.node = self._below(self._found(self.node["$ref"])).node | rest
+            self.node = self._below(self._referenced(self.node["$ref"])).node | rest
 
     @cached_property
     def properties(self) -> dict[str, Schema]:
@@ -61,8 +61,8 @@ class Schema:
     @property
     def further(self) -> Schema | None:
         """The schema of properties without a name; None where there are none."""
-        given = self.node.get("additionalProperties", True)
-        return None if given is False else self._below(given)
+        additional = self.node.get("additionalProperties", True)
+        return None if additional is False else self._below(additional)
 
     @cached_property
     def alternatives(self) -> list[Schema]:
@@ -79,8 +79,8 @@ class Schema:
         """The types of JSON that a value may have; an integer is a number too."""
         if self.values is not None:
             return frozenset(kind_of(value) for value in self.values)
-        given: Any = self.node.get("type")
-        kinds = frozenset([given] if isinstance(given, str) else given or _KINDS)
+        types: Any = self.node.get("type")
+        kinds = frozenset([types] if isinstance(types, str) else types or _KINDS)
         if self.alternatives:
             kinds &= frozenset().union(*(each.kinds for each in self.alternatives))
         return kinds | {"integer"} if "number" in kinds else kinds
@@ -115,7 +115,7 @@ class Schema:
     def _below(self, node: Any) -> Schema:
         return Schema(node, self._root, self._depth + 1, self._count)
 
-    def _found(self, reference: str) -> Any:
+    def _referenced(self, reference: str) -> Any:
         place: Any = self._root
         for key in reference.removeprefix("#").split("/")[1:]:
             name = key.replace("~1", "/").replace("~0", "~")

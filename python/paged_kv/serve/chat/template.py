@@ -72,12 +72,12 @@ class Template:
             ContractError: the template refuses the conversation, or fails on it.
         """
         # transformers drops what is None: many templates would write "None".
-        given = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        present = [{name: value for name, value in message.items() if value is not None} for message in messages]
         values = {"add_generation_prompt": False} | self._names | variables
-        values |= {"messages": [_with_thoughts(message) for message in given], "tools": tools}
+        values |= {"messages": [_with_thoughts(message) for message in present], "tools": tools}
         context = self._template.new_context({"documents": None} | values)
         assert isinstance(context, LimitedContext)
-        context.budget = budget = Budget([given, tools, variables])
+        context.budget = budget = Budget([present, tools, variables])
         pieces, size = [], 0
         try:
             for piece in self._template.root_render_func(context):

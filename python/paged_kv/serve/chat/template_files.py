@@ -40,13 +40,13 @@ def read_templates(source: Source) -> dict[str, str]:
     Raises:
         CheckpointError: a file cannot be read.
     """
-    folder, found = source.folder, {}
+    folder, templates = source.folder, {}
     with file_errors(f"{folder}: its chat templates"):
         if (folder / _ALONE).is_file():
-            found[DEFAULT] = _text(folder / _ALONE)
+            templates[DEFAULT] = _text(folder / _ALONE)
         if (folder / _FURTHER).is_dir():
-            found |= {file.stem: _text(file) for file in sorted((folder / _FURTHER).glob("*.jinja"))}
-        return found or _of_config(folder / _CONFIG) or _of_gguf(source)
+            templates |= {file.stem: _text(file) for file in sorted((folder / _FURTHER).glob("*.jinja"))}
+        return templates or _of_config(folder / _CONFIG) or _of_gguf(source)
 
 
 def read_names(source: Source) -> dict[str, str]:
@@ -61,9 +61,9 @@ def read_names(source: Source) -> dict[str, str]:
 
 def _names(source: Source) -> dict[str, str]:
     config = _json(source.folder / _CONFIG)
-    known = _gguf_names(source) | _json(source.folder / _TOKENS) | config
+    values = _gguf_names(source) | _json(source.folder / _TOKENS) | config
     own = [name for name in config if name.endswith("_token")]
-    names = {name: token for name in (*_NAMES, *own) if (token := _token(known.get(name)))}
+    names = {name: token for name in (*_NAMES, *own) if (token := _token(values.get(name)))}
     for key in ("extra_special_tokens", "model_specific_special_tokens"):
         if isinstance(config.get(key), dict):
             names |= {name: token for name, value in config[key].items() if (token := _token(value))}
@@ -72,12 +72,12 @@ def _names(source: Source) -> dict[str, str]:
 
 def _of_config(file: Path) -> dict[str, str]:
     """Templates of a tokenizer_config.json: a text, or a list of objects with names and texts."""
-    given = _json(file).get("chat_template")
-    if given is None:
+    value = _json(file).get("chat_template")
+    if value is None:
         return {}
-    if isinstance(given, str):
-        return {DEFAULT: given}
-    each = given if isinstance(given, list) else [given]
+    if isinstance(value, str):
+        return {DEFAULT: value}
+    each = value if isinstance(value, list) else [value]
     templates: dict[str, str] = {}
     for one in each:
         name, template = (one.get("name"), one.get("template")) if isinstance(one, dict) else (None, None)
@@ -92,11 +92,11 @@ def _of_gguf(source: Source) -> dict[str, str]:
     if not isinstance(source.checkpoint, GgufCheckpoint):
         return {}
     key, metadata = "tokenizer.chat_template", source.checkpoint.header.metadata
-    found = {DEFAULT: metadata[key]} if isinstance(metadata.get(key), str) else {}
+    templates = {DEFAULT: metadata[key]} if isinstance(metadata.get(key), str) else {}
     for name, value in metadata.items():
         if name.startswith(key + ".") and isinstance(value, str):
-            found[name.removeprefix(key + ".")] = value
-    return found
+            templates[name.removeprefix(key + ".")] = value
+    return templates
 
 
 def _gguf_names(source: Source) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def _gguf_names(source: Source) -> dict[str, Any]:
     metadata = source.checkpoint.header.metadata
     tokens = metadata.get("tokenizer.ggml.tokens")
     texts = tokens.all if isinstance(tokens, Strings) else []
-    found = {}
+    names = {}
     for name, key in _IN_GGUF.items():
         key = f"tokenizer.ggml.{key}_token_id"
         token = metadata.get(key)
@@ -115,8 +115,8 @@ def _gguf_names(source: Source) -> dict[str, Any]:
             file = source.checkpoint.header.file
             raise CheckpointError(f"{file}: {key}: expected a token id, got {printable(shown(token))}")
         if 0 <= token < len(texts):
-            found[name] = texts[token].decode(errors="replace")
-    return found
+            names[name] = texts[token].decode(errors="replace")
+    return names
 
 
 def _token(value: Any) -> str | None:

@@ -47,7 +47,7 @@ class Thought:
 
 
 _RESPONSE = ("<response>", "</response>")
-_KNOWN = (
+_THOUGHTS = (
     Thought("[THINK]", "[/THINK]"),  # Mistral's
     Thought("<|channel>", "<channel|>", "thought"),  # Gemma 4's
     Thought("Here is my thought process:", "Here is my response:"),  # Granite 3.2's
@@ -59,7 +59,7 @@ _KNOWN = (
 
 def read_thought(template: str) -> Thought | None:
     """The marks of thoughts that a template has; None where it has none."""
-    for known in _KNOWN:
-        if known.opening + known.title in template and known.closing in template:
-            return replace(known, dropped=_RESPONSE if all(mark in template for mark in _RESPONSE) else ())
+    for thought in _THOUGHTS:
+        if thought.opening + thought.title in template and thought.closing in template:
+            return replace(thought, dropped=_RESPONSE if all(mark in template for mark in _RESPONSE) else ())
     return None

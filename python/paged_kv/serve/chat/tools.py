@@ -80,11 +80,11 @@ class Tool:
 
     def loosened(self) -> Tool:
         """The same tool, whose arguments are held to be an object alone, and those of a text to be one."""
-        kept: dict[str, Any] = {}
+        parameters: dict[str, Any] = {}
         if self.is_text:
             (name,) = self.parameters["properties"]
-            kept = self.parameters | {"properties": {name: {"type": "string"}}}
-        return replace(self, text_grammar=None).held_by(kept)
+            parameters = self.parameters | {"properties": {name: {"type": "string"}}}
+        return replace(self, text_grammar=None).held_by(parameters)
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
@@ -98,7 +98,7 @@ def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
         return ()
     if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
         raise ContractTypeError(f"tools must be a list, not {shown(tools)}")
-    found: dict[str, Tool] = {}
+    by_name: dict[str, Tool] = {}
     for at, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(tool, Mapping) or not isinstance(function, Mapping):
@@ -108,12 +108,12 @@ def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
         name = function.get("name")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ToolError(at, "name", f"must be 1 to 128 of A-Z a-z 0-9 _ . : -, not {shown(name)}")
-        if name in found:
+        if name in by_name:
             raise ToolError(at, "name", f"must be another one: a second function is called {name!r}")
         schema = _parameters(at, function.get("parameters"))
         parameters = {"additionalProperties": False} | schema if function.get("parameters") is None else close(schema)
-        found[name] = Tool(name, parameters, schema, function.get("strict") is True, at)
-    return tuple(found.values())
+        by_name[name] = Tool(name, parameters, schema, function.get("strict") is True, at)
+    return tuple(by_name.values())
 
 
 def chosen_tools(tools: tuple[Tool, ...], choice: Any) -> tuple[tuple[Tool, ...], bool]:
@@ -148,11 +148,11 @@ def chosen_tools(tools: tuple[Tool, ...], choice: Any) -> tuple[tuple[Tool, ...]
 
 
 def _parameters(index: int, parameters: Any) -> dict[str, Any]:
-    given = {} if parameters is None else parameters
-    if not isinstance(given, Mapping):
+    value = {} if parameters is None else parameters
+    if not isinstance(value, Mapping):
         raise ToolTypeError(index, "parameters", f"must be a JSON schema, not {shown(parameters)}")
     try:
-        schema = json.loads(str(JsonSchema(given).schema))
+        schema = json.loads(str(JsonSchema(value).schema))
     except ContractTypeError as error:
         raise ToolTypeError(index, "parameters", f"cannot be read: {error}") from None
     except ContractError as error:

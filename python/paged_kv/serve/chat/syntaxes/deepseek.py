@@ -46,12 +46,12 @@ class DeepSeek31(Syntax):
         return [f"{literal(tool.name)} {rules.mark(_NAME)} {arguments_rule(rules, tool)}" for tool in asked.tools]
 
     def read_call(self, text: Incoming, out: Outgoing) -> Step[bool]:
-        found = False
+        has_calls = False
         while True:
             yield from text.space()
             if not (yield from text.take(_CALL)):
                 yield from text.take(_ALL_END)
-                return found
+                return has_calls
             head: list[str] = []
             yield from text.until((_NAME,), head.append)
             name = "".join(head).strip()
@@ -61,9 +61,9 @@ class DeepSeek31(Syntax):
                 name = "".join(head).strip()
                 yield from text.take("```json\n")
             if name not in out.tools:
-                return found
+                return has_calls
             out.call(name)
-            found = True
+            has_calls = True
             if not (yield from text.json(out.arguments)):
                 return True
             yield from text.until((_END,), lambda _: None)

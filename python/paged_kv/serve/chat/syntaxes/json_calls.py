@@ -87,12 +87,12 @@ def read_list(text: Incoming, out: Outgoing) -> Step[bool]:
     yield from text.space()
     if not (yield from text.take("[")):
         return False
-    found = False
+    has_calls = False
     while True:
         yield from text.space()
         if not (yield from read_object(text, out)):
-            return found
-        found = True
+            return has_calls
+        has_calls = True
         yield from text.space()
         if not (yield from text.take(",")):
             yield from text.take("]")

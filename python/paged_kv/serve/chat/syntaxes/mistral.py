@@ -50,9 +50,9 @@ class Mistral(MistralList):
         return cls.OPENING in template and _ARGUMENTS in template
 
     def calls(self, rules: Rules, asked: Asked) -> str:
-        given = f" {rules.mark(_ID)} /[A-Za-z0-9]{{9}}/" if _ID in self.template else ""
+        call_id = f" {rules.mark(_ID)} /[A-Za-z0-9]{{9}}/" if _ID in self.template else ""
         call = rules.any(
-            f"{literal(tool.name)}{given} {rules.mark(_ARGUMENTS)} {arguments_rule(rules, tool)}"
+            f"{literal(tool.name)}{call_id} {rules.mark(_ARGUMENTS)} {arguments_rule(rules, tool)}"
             for tool in asked.tools
         )
         return call + (f" ({rules.mark(self.OPENING)} {call})*" if asked.is_parallel else "")
