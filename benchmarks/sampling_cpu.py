@@ -10,15 +10,15 @@ sorted in float64. Both run in turns; figures are milliseconds, the best and the
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
+from paged_kv.bench.job import take_turns
 from paged_kv.engine.sampling import History, Sampling, choose
 
-ROWS, VOCAB, TURNS = 8, 151_936, 30
+ROWS, VOCAB, TURNS = 8, 151_936, 9
 SPREADS = {"peaked": 8.0, "wide": 3.0, "flat": 0.1}
 OPTIONS = {
     "greedy": Sampling(),
@@ -41,12 +41,6 @@ def by_sorting(logits: npt.NDArray[np.float32], sampling: Sampling, uniform: flo
     return int(order[np.searchsorted(nucleus, uniform * nucleus[-1], side="right")])
 
 
-def timed(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return 1e3 * (time.perf_counter() - began)
-
-
 def main() -> None:
     random = np.random.default_rng(0)
     tokens = random.integers(VOCAB, size=1000).tolist()
@@ -55,14 +49,11 @@ def main() -> None:
         logits = (deviation * random.standard_normal((ROWS, VOCAB))).astype(np.float32)
         for name, sampling in OPTIONS.items():
             histories = [History(sampling, seed, 0, tokens, 500) for seed in range(ROWS)]
-            times: dict[str, list[float]] = {"ours": [], "sorted": []}
-            for turn in range(TURNS):
-                times["ours"].append(timed(lambda: choose(logits, range(ROWS), histories)))  # noqa: B023
-                if name in ("temperature", "top_p 0.95") and turn < 5:
-                    times["sorted"].append(
-                        timed(lambda: [by_sorting(row, sampling, 0.5) for row in logits])  # noqa: B023
-                    )
-            best = {key: f"{min(each):.2f} ({statistics.median(each):.2f})" for key, each in times.items() if each}
+            runs: dict[str, Callable[[int], object]] = {"ours": lambda _: choose(logits, range(ROWS), histories)}  # noqa: B023
+            if name in ("temperature", "top_p 0.95"):
+                runs["sorted"] = lambda _: [by_sorting(row, sampling, 0.5) for row in logits]  # noqa: B023
+            times = {key: [1e3 * seconds for seconds in each] for key, each in take_turns(runs, TURNS).items()}
+            best = {key: f"{min(each):.2f} ({statistics.median(each):.2f})" for key, each in times.items()}
             print(f"{spread:8} {name:18} {best['ours']:>14} {best.get('sorted', ''):>16}", flush=True)
 
 

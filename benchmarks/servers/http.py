@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks.serve_checkpoint import LLAMA_SERVER, Checkpoint
 from benchmarks.servers.base import HOST, MODEL, HttpServer
-from paged_kv.bench.peers.vllm_step import environment, python
+from paged_kv.bench.peers.vllm_step import environment, python, version
 from paged_kv.runtime.cache_folder import cache_folder
 
 
@@ -78,11 +78,10 @@ class Vllm(HttpServer):
     label = "vLLM CPU server"
 
     def unavailable(self, checkpoint: Checkpoint) -> str | None:  # noqa: ARG002
-        command = [python(), "-c", "import vllm, vllm._C, uvicorn; print(vllm.__version__)"]
-        found = subprocess.run(command, capture_output=True, text=True)
-        if found.returncode:
-            return f"not installed: {found.stderr.strip().splitlines()[-1][:120]}"
-        self._version = found.stdout.strip().splitlines()[-1]
+        try:
+            self._version = version("uvicorn")
+        except ImportError as error:
+            return f"not installed: {str(error)[:120]}"
         return None
 
     def version(self) -> str:
@@ -120,8 +119,8 @@ class LlamaServer(HttpServer):
         return checkpoint.missing(self.weights)
 
     def version(self) -> str:
-        found = subprocess.run([str(self._program()), "--version"], capture_output=True, text=True)
-        lines = [line for line in (found.stderr + found.stdout).splitlines() if line.startswith("version:")]
+        done = subprocess.run([str(self._program()), "--version"], capture_output=True, text=True)
+        lines = [line for line in (done.stderr + done.stdout).splitlines() if line.startswith("version:")]
         return lines[0].removeprefix("version:").strip() if lines else "unknown"
 
     def command(self, checkpoint: Checkpoint, port: int, batch: int, length: int) -> list[str]:

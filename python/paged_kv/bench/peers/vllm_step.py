@@ -78,10 +78,7 @@ class VllmStep(Peer):
     name = "vLLM CPU"
 
     def available(self, case: Case) -> str | None:  # noqa: ARG002
-        command = [python(), "-c", "import vllm, vllm._C; print(vllm.__version__)"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise ImportError(done.stderr.strip().splitlines()[-1])
+        version()
         return None
 
     def prepare(self, problem: StepProblem, copies: int) -> None:  # noqa: ARG002
@@ -114,6 +111,19 @@ class VllmStep(Peer):
 def python() -> str:
     """The interpreter that vLLM is installed for."""
     return os.environ.get(PYTHON) or sys.executable
+
+
+def version(*modules: str) -> str:
+    """Return vLLM's version in that interpreter.
+
+    Raises:
+        ImportError: it, or another one of the modules, cannot be imported there.
+    """
+    command = [python(), "-c", f"import {', '.join(('vllm', 'vllm._C', *modules))}; print(vllm.__version__)"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise ImportError(done.stderr.strip().splitlines()[-1])
+    return done.stdout.strip().splitlines()[-1]
 
 
 def environment(interpreter: str, folder: Path) -> dict[str, str]:
