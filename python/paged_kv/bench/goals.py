@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from paged_kv.bench.case_kinds import Case
 from paged_kv.bench.results import Row
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
 
@@ -155,8 +156,10 @@ def met(row: Row) -> bool | None:
     return (any(reached) if row["either"] else all(reached)) and bool(row["right"])
 
 
-def described(goal: Goal) -> str:
-    """`0.85 of the bandwidth, 2.5x vLLM CPU, page 16`."""
+def described(case: Case, goals: Goals) -> str:
+    """`0.85 of the bandwidth, 2.5x vLLM CPU, page 16`: the targets of a case, of the comparisons that it makes."""
+    goal = goals.get(case.name, Goal())
     targets = [] if goal.share is None else [f"{goal.share:g} of the bandwidth"]
-    targets += [f"{factor:g}x {label}" for label, factor in goal.factors.items()]
+    labels = {versus.label for versus in case.versus}
+    targets += [f"{factor:g}x {label}" for label, factor in goal.factors.items() if label in labels]
     return (" or " if goal.either else ", ").join(targets) or "no target"

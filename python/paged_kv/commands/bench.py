@@ -66,7 +66,7 @@ def bench(
     if only_list:
         targets = goals.goals_of(family)
         for case in cases:
-            click.echo(f"{case.name:<20}{case.title}: {goals.described(targets.get(case.name, goals.Goal()))}")
+            click.echo(f"{case.name:<20}{case.title}: {goals.described(case, targets)}")
         return
     console = Console(width=None if sys.stdout.isatty() else 150)
 
