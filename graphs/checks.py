@@ -22,10 +22,10 @@ def check_value(name: str, value: TensorValue, dtype: DType, shape: Sequence[Dim
         raise ContractTypeError(f"{name}: dtype {value.dtype.name}, expected {dtype.name}")
     if value.rank != len(shape):
         raise ShapeError(f"{name}: rank {value.rank}, expected {len(shape)}")
-    for axis, (found, expected) in enumerate(zip(value.shape, shape, strict=True)):
+    for axis, (actual, expected) in enumerate(zip(value.shape, shape, strict=True)):
         # Two static dimensions can be compared now; a symbolic one is checked when the graph runs.
-        if isinstance(found, StaticDim) and isinstance(expected, StaticDim) and found != expected:
-            raise ShapeError(f"{name}: dimension {axis} is {found}, expected {expected} (shape {show(value.shape)})")
+        if isinstance(actual, StaticDim) and isinstance(expected, StaticDim) and actual != expected:
+            raise ShapeError(f"{name}: dimension {axis} is {actual}, expected {expected} (shape {show(value.shape)})")
     if value.device != device:
         raise ContractError(f"{name} is on {value.device}, expected {device}")
 

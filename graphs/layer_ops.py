@@ -68,8 +68,8 @@ def take_columns(x: TensorValue, first: int, width: int, *, groups: int = 1) -> 
     if groups < 1 or columns % groups or not 0 <= first <= first + width <= columns // groups or width < 1:
         raise ShapeError(f"x: {columns} columns in {groups} groups have none from {first} to {first + width}")
     if x.device.is_gpu():
-        apart = ops.reshape(x, [x.shape[0], groups, columns // groups])
-        return ops.reshape(apart[:, :, first : first + width], [x.shape[0], groups * width])
+        grouped = ops.reshape(x, [x.shape[0], groups, columns // groups])
+        return ops.reshape(grouped[:, :, first : first + width], [x.shape[0], groups * width])
     place = constant(np.array([groups, first], np.int32))
     kind = TensorType(x.dtype, [x.shape[0], groups * width], x.device)
     (y,) = ops.custom(TAKE_COLUMNS, device=x.device, values=[x, place], out_types=[kind])
@@ -152,8 +152,8 @@ def _rotate_of_ops(x: TensorValue, cos: TensorValue, sin: TensorValue, pairs: bo
     cos, sin = ops.unsqueeze(cos, 1), ops.unsqueeze(sin, 1)
     wide = ops.cast(x, DType.float32)
     if pairs:
-        apart = ops.reshape(wide[:, :, : 2 * half], [*x.shape[:2], half, 2])
-        a, b = apart[:, :, :, 0], apart[:, :, :, 1]
+        paired = ops.reshape(wide[:, :, : 2 * half], [*x.shape[:2], half, 2])
+        a, b = paired[:, :, :, 0], paired[:, :, :, 1]
     else:
         a, b = wide[:, :, :half], wide[:, :, half : 2 * half]
     parts = [a * cos - b * sin, b * cos + a * sin]

@@ -166,15 +166,15 @@ class PagedCache:
         check_value(name, value, dtype, shape, self.device)
 
     @staticmethod
-    def size(name: str, given: Dim | str | int | None, found: Dim | None) -> Dim:
+    def size(name: str, requested: Dim | str | int | None, actual: Dim | None) -> Dim:
         """A size of the cache, from the caller where the storage is strided; both where they agree."""
-        if found is None:
-            if given is None:
+        if actual is None:
+            if requested is None:
                 raise ContractError(f"{name} is needed where kv_layout is 'STRIDED'")
-            return Dim(given)
-        if given is not None and Dim(given) != found:
-            raise ShapeError(f"{name} is {given}, the cache has {found}")
-        return found
+            return Dim(requested)
+        if requested is not None and Dim(requested) != actual:
+            raise ShapeError(f"{name} is {requested}, the cache has {actual}")
+        return actual
 
 
 def constant(values: np.ndarray, device: DeviceRef | None = None) -> TensorValue:

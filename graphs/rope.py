@@ -93,9 +93,9 @@ class Yarn:
         low, high = max(low, 0), min(high, rope.dims - 1)
         span = high - low if high != low else 0.001
         ramp = (np.arange(rope.dims // 2, dtype=np.float32) - np.float32(low)) / np.float32(span)
-        kept = 1 - np.clip(ramp, np.float32(0), np.float32(1))
+        plain_share = 1 - np.clip(ramp, np.float32(0), np.float32(1))
         stretched = np.float32(1) / (np.float32(self.factor) * rope.powers())
-        return stretched * (1 - kept) + plain * kept
+        return stretched * (1 - plain_share) + plain * plain_share
 
     def _dimension(self, turns: float, rope: Rope) -> float:
         """The dimension whose wave turns so many times over the original context."""

@@ -20,7 +20,7 @@ from paged_kv.checkpoint.source import open_source
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.engine.model import DecoderModel
 from paged_kv.engine.step import StepGraph
-from paged_kv.graphs.models.config import with_windows_apart
+from paged_kv.graphs.models.config import with_separate_windows
 from paged_kv.kv_formats import KVFormat
 from paged_kv.runtime.cache_folder import cache_path
 from paged_kv.runtime.session import runtime_on
@@ -58,7 +58,7 @@ def save(folder: Path) -> None:
 def step_graphs() -> dict[str, StepGraph]:
     """The steps by the names of `FAMILIES` and `CODES`."""
     steps = {
-        name: StepGraph.of(with_windows_apart(open_source(models_path() / name).config), DType.float32)
+        name: StepGraph.of(with_separate_windows(open_source(models_path() / name).config), DType.float32)
         for name in FAMILIES
     }
     demo = demo_step()

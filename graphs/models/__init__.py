@@ -118,8 +118,8 @@ def find_family(fields: Fields) -> Family:
         if not isinstance(kind, str) or kind not in types:
             raise fields.error("model_type", f"none of {', '.join(types)}")
         return types[kind]
-    found = [name for name in names if isinstance(name, str) and name in FAMILIES] if isinstance(names, list) else []
-    if not found:
-        known = ", ".join(name.removesuffix(_USUAL) for name in FAMILIES)
-        raise fields.error("architectures", f"none of {known}, most with {_USUAL}")
-    return FAMILIES[found[0]]
+    for name in names if isinstance(names, list) else ():
+        if isinstance(name, str) and name in FAMILIES:
+            return FAMILIES[name]
+    supported = ", ".join(name.removesuffix(_USUAL) for name in FAMILIES)
+    raise fields.error("architectures", f"none of {supported}, most with {_USUAL}")

@@ -109,7 +109,7 @@ class DecoderConfig:
     """Q, K and V are one weight, `qkv_proj`."""
     fused_gate_up: bool = False
     """Gate and up are one weight, `gate_up_proj`."""
-    lone: tuple[Literal["mixer", "mlp"], ...] = ()
+    mlp_or_mixer: tuple[Literal["mixer", "mlp"], ...] = ()
     """The one part of each layer, in models whose layers are attention, a recurrence or an MLP alone; empty where each
     layer has both.
     """
@@ -145,9 +145,9 @@ class DecoderConfig:
     """The number of tokens that a token of each layer sees before itself, -1 for all; empty where every layer sees
     all.
     """
-    windows_apart: bool = False
+    separate_windows: bool = False
     """The layers with a window have pages of their own, of which a request needs no more than its window; else one page
-    has K and V of all layers. Mostly the user's choice (`with_windows_apart`)."""
+    has K and V of all layers. Mostly the user's choice (`with_separate_windows`)."""
     local_rope: Rope | None = None
     """The rotation of the layers that have a window, where it is another one."""
     rotates: tuple[bool, ...] = ()
@@ -204,11 +204,11 @@ class DecoderConfig:
 
     def has_mixer(self, layer: int) -> bool:
         """Return whether the layer attends or is recurrent."""
-        return not self.lone or self.lone[layer] == "mixer"
+        return not self.mlp_or_mixer or self.mlp_or_mixer[layer] == "mixer"
 
     def has_mlp(self, layer: int) -> bool:
         """Return whether the layer has an MLP or experts."""
-        return not self.lone or self.lone[layer] == "mlp"
+        return not self.mlp_or_mixer or self.mlp_or_mixer[layer] == "mlp"
 
     def attends(self, layer: int) -> bool:
         """Return whether the layer sees K and V in the cache."""
@@ -226,7 +226,7 @@ class DecoderConfig:
         return self.attends(layer) and self.kv_layer(layer) == layer
 
     @property
-    def last_kept(self) -> int:
+    def last_writing_layer(self) -> int:
         """The last layer that puts K and V into the cache, or has a state: of later ones only rows of use matter."""
         layers = range(self.num_hidden_layers)
         return max(layer for layer in layers if self.has_kv(layer) or self.is_recurrent(layer))
@@ -271,7 +271,7 @@ class DecoderConfig:
 
     def in_window_cache(self, layer: int) -> bool:
         """Return whether the K and V of a layer are in the pages of windows."""
-        return self.windows_apart and self.window_left(layer) >= 0
+        return self.separate_windows and self.window_left(layer) >= 0
 
     def cache_layer(self, layer: int) -> int:
         """The place of the K and V that a layer sees in their cache."""
@@ -315,9 +315,9 @@ def with_cache_rotation(config: DecoderConfig, rotation: CacheRotation | None) -
     return replace(config, cache_rotation=rotation)
 
 
-def with_windows_apart(config: DecoderConfig) -> DecoderConfig:
+def with_separate_windows(config: DecoderConfig) -> DecoderConfig:
     """The model with pages of their own for its layers with windows, where other layers have none."""
-    return replace(config, windows_apart=True) if config.mixes_windows else config
+    return replace(config, separate_windows=True) if config.mixes_windows else config
 
 
 def read_config(fields: Fields, eps_key: str = "rms_norm_eps", **switches: Any) -> DecoderConfig:
@@ -391,21 +391,21 @@ def read_windows(fields: Fields, default: Sequence[bool] | None = None) -> tuple
     else:
         if not isinstance(types, list) or len(types) != layers:
             raise fields.error("layer_types", f"a list of num_hidden_layers = {layers} is expected")
-        known = {"full_attention": False, "sliding_attention": True}
-        windowed = [Fields(fields.file, {"layer_types": kind}).one_of("layer_types", known) for kind in types]
+        kinds = {"full_attention": False, "sliding_attention": True}
+        windowed = [Fields(fields.file, {"layer_types": kind}).one_of("layer_types", kinds) for kind in types]
     return tuple(window if narrow else -1 for narrow in windowed) if any(windowed) else ()
 
 
 def read_rotated(fields: Fields) -> tuple[bool, ...]:
     """Tell for each layer if it rotates q and k: `no_rope_layers` has 1 for one that does."""
-    layers, said = fields.layers(), fields.get("no_rope_layers")
-    if not said and isinstance(said, list | None):
+    layers, flags = fields.layers(), fields.get("no_rope_layers")
+    if not flags and isinstance(flags, list | None):
         interval = fields.integer("no_rope_layer_interval", default=4)
         return tuple((index + 1) % interval != 0 for index in range(layers))
-    known = isinstance(said, list) and all(type(each) is int and each in (0, 1) for each in said)
-    if not known or len(said) != layers:
+    valid = isinstance(flags, list) and all(type(each) is int and each in (0, 1) for each in flags)
+    if not valid or len(flags) != layers:
         raise fields.error("no_rope_layers", f"a list of num_hidden_layers = {layers} numbers 0 and 1 is expected")
-    return tuple(each == 1 for each in said)
+    return tuple(each == 1 for each in flags)
 
 
 def read_rope(fields: Fields, head_dim: int, layer_type: str | None = None, theta: float = 10000.0) -> Rope:
@@ -427,10 +427,10 @@ def read_rope(fields: Fields, head_dim: int, layer_type: str | None = None, thet
         if rope.get("alpha") is not None and _kind(rope)[1] == "dynamic":  # Hunyuan's: a constant stretch of the base
             theta *= rope.number("alpha", None, *_STRETCH) ** (head_dim / (head_dim - 2))
     if rope is not None and rope.get("rope_type") == "proportional":
-        kept = Proportional(int(part * head_dim // 2), rope.number("factor", 1.0, *_STRETCH))
-        if not 0 < kept.pairs <= head_dim // 2:
+        scaling = Proportional(int(part * head_dim // 2), rope.number("factor", 1.0, *_STRETCH))
+        if not 0 < scaling.pairs <= head_dim // 2:
             raise rope.error("partial_rotary_factor", f"must leave some of head_dim = {head_dim}", part)
-        return Rope(head_dim, theta, kept)
+        return Rope(head_dim, theta, scaling)
     dims = int(head_dim * part)
     if not 0 < dims <= head_dim or dims % 2:
         raise fields.error("partial_rotary_factor", f"must leave an even number of head_dim = {head_dim}", part)
@@ -494,17 +494,17 @@ def _scaling(fields: Fields, rope: Fields, dims: int, layer_type: str | None) ->
         return Linear(rope.number("factor", None, *_STRETCH))
     if kind == "dynamic":  # as long as a text is no longer than the context; transformers then turns all keys anew
         return None
-    known = ("default", "dynamic", "linear", "llama3", "yarn", "longrope")
-    if kind not in known:
-        raise rope.error(key, f"only {', '.join(known)} are supported")
+    kinds = ("default", "dynamic", "linear", "llama3", "yarn", "longrope")
+    if kind not in kinds:
+        raise rope.error(key, f"only {', '.join(kinds)} are supported")
 
     positions = fields.integer("max_position_embeddings")
     # As in transformers, what stands outside of the object counts first, but not where layers have rotations by type.
     outside = layer_type is None and fields.get("original_max_position_embeddings") is not None
-    said = fields if outside else rope
-    context = said.integer("original_max_position_embeddings", default=positions)
+    source = fields if outside else rope
+    context = source.integer("original_max_position_embeddings", default=positions)
     if context < 2:
-        raise said.error("original_max_position_embeddings", "at least 2 is expected", context)
+        raise source.error("original_max_position_embeddings", "at least 2 is expected", context)
     if kind == "longrope":
         factor = rope.number("factor", positions / context, *_STRETCH)
         sharpening = LongRope.sharpening(factor, context)

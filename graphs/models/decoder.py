@@ -23,7 +23,7 @@ from paged_kv.graphs.models.experts import chosen_experts
 from paged_kv.graphs.models.latent import latent_attention
 from paged_kv.graphs.models.parameters import Parameters, times
 from paged_kv.graphs.models.recurrent import recurrent_layer
-from paged_kv.graphs.models.tensors import BESIDE, NORMS
+from paged_kv.graphs.models.tensors import NORMS, PARALLEL_NORMS
 from paged_kv.graphs.ops import LatentCache, PagedCache, States, cache_dtype, kernels
 from paged_kv.graphs.rope import Rope
 from paged_kv.kv_formats import KVFormat
@@ -41,7 +41,7 @@ def cache_shape(
     windows: bool = False,
 ) -> list[int | str]:
     """`[pages, 2, layers, page_size, Hk, D]`: one buffer for the K and V of every layer that attends; where
-    `config.windows_apart`, one for the layers with `windows` and one for the others.
+    `config.separate_windows`, one for the layers with `windows` and one for the others.
 
     A head of codes is as long as `options.stored_head` says. With latent attention `[pages, layers, page_size, width]`:
     one latent a token, and the rotated part beside it.
@@ -81,16 +81,18 @@ class DeviceStep:
     cache: PagedCache | LatentCache
     """The cache of the KV heads that the device has; changed in place."""
     rows: StepRows
-    wanted: TensorValue | None
+    output_rows: TensorValue | None
     """`[N]` int32: the rows whose hidden states are of use; all of them where it is None."""
     states: States | None = None
     """The states of recurrent layers; replaced in place."""
     windows: PagedCache | None = None
-    """The pages of layers with windows, where `config.windows_apart`."""
+    """The pages of layers with windows, where `config.separate_windows`."""
 
-    def of_wanted(self) -> DeviceStep:
-        """The step of the wanted rows alone."""
-        return self if self.wanted is None else replace(self, rows=self.rows.of_rows(self.wanted), wanted=None)
+    def of_output_rows(self) -> DeviceStep:
+        """The step of the output rows alone."""
+        if self.output_rows is None:
+            return self
+        return replace(self, rows=self.rows.of_rows(self.output_rows), output_rows=None)
 
 
 AddUp = Callable[[list[TensorValue]], list[TensorValue]]
@@ -111,8 +113,8 @@ def decode(steps: Sequence[DeviceStep], add_up: AddUp = lambda parts: parts) -> 
     inputs = [layer_inputs(step.parameters, step.tokens, x) for step, x in zip(steps, xs, strict=True)]
     for layer in range(config.num_hidden_layers):
         rope = config.layer_rope(layer)
-        # From the last layer with K and V of its own on only the wanted rows reach the logits.
-        of_use = [step.wanted if layer == config.last_kept else None for step in steps]
+        # From the last layer that writes K and V on, only the output rows reach the logits.
+        of_use = [step.output_rows if layer == config.last_writing_layer else None for step in steps]
         parts: list[TensorValue] = []
         ys = _normed(steps, layer, attention_in, xs)
         if config.has_mixer(layer):
@@ -121,12 +123,12 @@ def decode(steps: Sequence[DeviceStep], add_up: AddUp = lambda parts: parts) -> 
                 for step, y, rotary, rows in zip(steps, ys, rotaries, of_use, strict=True)
             ]
         xs, ys = _taken(xs, of_use), _taken(ys, of_use)
-        if layer == config.last_kept:
+        if layer == config.last_writing_layer:
             pairs = zip(inputs, of_use, strict=True)
             inputs = [None if each is None else _taken([each], [rows])[0] for each, rows in pairs]
-        if layer == config.last_kept and layer + 1 < config.num_hidden_layers:
+        if layer == config.last_writing_layer and layer + 1 < config.num_hidden_layers:
             rotaries = [_of_rows(rotary, rows) for rotary, rows in zip(rotaries, of_use, strict=True)]
-            steps = [step.of_wanted() for step in steps]
+            steps = [step.of_output_rows() for step in steps]
         if config.norm_place == "before both":
             outputs = zip(steps, ys, parts, strict=True)
             parts = [part + _feed_forward(step.parameters, y, layer) for step, y, part in outputs]
@@ -135,11 +137,9 @@ def decode(steps: Sequence[DeviceStep], add_up: AddUp = lambda parts: parts) -> 
                 xs = _plus(config, xs, _normed(steps, layer, attention_out, add_up(parts)))
             if not config.has_mlp(layer):
                 continue
-            if not config.lone:
+            if not config.mlp_or_mixer:
                 ys = _normed(steps, layer, mlp_in, xs)
-            parts = [
-                _feed_forward(step.parameters, y, layer, beside=x) for step, x, y in zip(steps, xs, ys, strict=True)
-            ]
+            parts = [_feed_forward(step.parameters, y, layer, x) for step, x, y in zip(steps, xs, ys, strict=True)]
         xs = _plus(config, xs, _normed(steps, layer, mlp_out, add_up(parts)))
         xs = [_with_input(step.parameters, x, each, layer) for step, x, each in zip(steps, xs, inputs, strict=True)]
     return xs
@@ -203,26 +203,28 @@ def _mixer(
     return attention(parameters, cache, step.rows, x, rotary, layer, output_rows)
 
 
-def _feed_forward(parameters: Parameters, y: TensorValue, layer: int, beside: TensorValue | None = None) -> TensorValue:
-    """Return what follows the attention, `[N, hidden]`: an MLP, or experts, of the normed hidden states `y`; or both,
-    the experts then of the hidden states `beside` it.
+def _feed_forward(
+    parameters: Parameters, y: TensorValue, layer: int, residual: TensorValue | None = None
+) -> TensorValue:
+    """The feed-forward block of a layer, `[N, hidden]`: MLP(y), experts(y), MLP(y) + shared experts(y), or
+    MLP(y) + experts(residual), where `y` `[N, hidden]` is normed and `residual` is not yet.
     """
     of_layer, config = f"model.layers.{layer}", parameters.config
     at = f"{of_layer}.mlp"
     if config.experts is None or not config.has_experts(layer):
         return _mlp(parameters, y, f"{of_layer}.{config.mlp}")
-    if config.experts.beside and beside is not None:
-        after, before, after_experts = (f"{of_layer}.{name}" for name in BESIDE)
-        of_experts = chosen_experts(parameters, parameters.norm(before, beside), at, of_router=beside)
+    if config.experts.parallel and residual is not None:
+        after, before, after_experts = (f"{of_layer}.{name}" for name in PARALLEL_NORMS)
+        of_experts = chosen_experts(parameters, parameters.norm(before, residual), at, of_router=residual)
         dense = parameters.norm(after, _mlp(parameters, y, at))
         return paged.add_scaled(dense, parameters.norm(after_experts, of_experts))
-    found = chosen_experts(parameters, y, at)
+    routed = chosen_experts(parameters, y, at)
     if not config.experts.shared_inner:
-        return found
+        return routed
     shared = _mlp(parameters, y, f"{at}.shared_experts")
     if config.experts.shared_gate:
         shared = paged.gate_units(parameters.linear(y, f"{at}.shared_expert_gate")[0], shared, "sigmoid")
-    return paged.add_scaled(found, shared)
+    return paged.add_scaled(routed, shared)
 
 
 def _mlp(parameters: Parameters, x: TensorValue, at: str) -> TensorValue:
@@ -252,8 +254,8 @@ def layer_inputs(parameters: Parameters, tokens: TensorValue, x: TensorValue) ->
     size = config.layer_inputs.size
     of_tokens = parameters.rows("model.embed_tokens_per_layer", tokens, size**0.5)
     (of_states,) = parameters.linear(x, "model.per_layer_model_projection")
-    apart = ops.reshape(times(of_states, config.hidden_size**-0.5), [x.shape[0], config.num_hidden_layers, size])
-    normed = parameters.norm("model.per_layer_projection_norm", apart)
+    by_layer = ops.reshape(times(of_states, config.hidden_size**-0.5), [x.shape[0], config.num_hidden_layers, size])
+    normed = parameters.norm("model.per_layer_projection_norm", by_layer)
     return times(ops.reshape(normed, of_tokens.shape) + of_tokens, 2**-0.5)
 
 
@@ -279,8 +281,8 @@ def build_step(
     kv_format: KVFormat | None = None,
     library: KernelLibrary | None = None,
 ) -> None:
-    """Adds the graph `name` to `module`: `DecodeInputs`, `WindowInputs` where `config.windows_apart`, of a hybrid model
-    `StateInputs`, and rows `[N]` int32 -> logits `[N, vocab]` float32 after them.
+    """Adds the graph `name` to `module`: `DecodeInputs`, `WindowInputs` where `config.separate_windows`,
+    `StateInputs` of a hybrid model, and rows `[N]` int32 -> logits `[N, vocab]` float32 after them.
 
     A row is a token's place in `DecodeInputs.tokens`. Batch, tokens, lengths and the page size are symbolic. `dtype` is
     that of weights, activations and cache, of quantised models that of the cache alone; with `kv_format` the cache
@@ -292,7 +294,7 @@ def build_step(
     kind = cache_dtype(dtype, kv_format)
     inputs = input_types(kind, cache_shape(config, "pages", "page_size", kv_format), device)
     types = inputs.flatten()
-    if config.windows_apart:
+    if config.separate_windows:
         shape = cache_shape(config, "window_pages", "page_size", kv_format, windows=True)
         types += window_input_types(kind, shape, device).flatten()
     types += state_input_types(state_shapes(config, "slots"), device).flatten()
@@ -301,9 +303,9 @@ def build_step(
     with Graph(name, input_types=types, custom_extensions=extensions, kernel_library=library, module=module) as graph:
         parameters = Parameters.of(graph, config, dtype, device, weight_prefix)
         count = len(inputs.flatten())
-        step, (*values, wanted) = graph_inputs(graph.inputs[:count]), graph.inputs[count:]
+        step, (*values, output_rows) = graph_inputs(graph.inputs[:count]), graph.inputs[count:]
         windows = None
-        if config.windows_apart:
+        if config.separate_windows:
             table, blocks, *values = values
             windows = PagedCache.of(blocks.buffer, table.tensor, kv_format=kv_format)
         if config.latent is None:
@@ -312,6 +314,6 @@ def build_step(
             cache = LatentCache(step.blocks, step.lookup_table)
         rows = StepRows.of(step.row_offsets, step.cache_lengths, step.tokens)
         states = States.of(graph_states(values), step.row_offsets) if values else None
-        only = DeviceStep(parameters, step.tokens, cache, rows, wanted.tensor, states, windows)
+        only = DeviceStep(parameters, step.tokens, cache, rows, output_rows.tensor, states, windows)
         (x,) = decode([only])  # [N, hidden]
         graph.output(logits(parameters, x))

@@ -12,10 +12,10 @@ def read(fields: Fields) -> DecoderConfig:
     fields = fields.with_missing(rope_interleave=True, norm_topk_prob=True)
     if not fields.boolean("rope_interleave"):
         raise fields.error("rope_interleave", "only true is supported: rotated pairs are adjacent elements")
-    known = fields.with_defaults(
+    fields = fields.with_defaults(
         first_k_dense_replace=3, n_shared_experts=1, n_group=8, topk_group=4, routed_scaling_factor=2.5
     )
-    return read_latent_model(known, sigmoid=True, sums_to_one=fields.boolean("norm_topk_prob"))
+    return read_latent_model(fields, sigmoid=True, sums_to_one=fields.boolean("norm_topk_prob"))
 
 
 FAMILY = Family(architecture="DeepseekV3ForCausalLM", model_type="deepseek_v3", read=read, engine_only=True)

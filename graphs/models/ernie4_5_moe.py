@@ -19,12 +19,12 @@ def read(fields: Fields) -> DecoderConfig:
     last = fields.get("moe_layer_end_index")
     last = layers - 1 if last in (None, -1) else fields.integer("moe_layer_end_index", least=0)
     inner = fields.integer("moe_intermediate_size")
-    known = fields.with_defaults(
+    fields = fields.with_defaults(
         num_experts_per_tok=fields.integer("moe_k", default=6),
         head_dim=fields.integer("hidden_size") // fields.integer("num_attention_heads"),
     )
     experts = read_experts(
-        known,
+        fields,
         [(index + 1) % step == 0 and first <= index <= last for index in range(layers)],
         count_keys=("moe_num_experts",),
         choice_bias=True,
@@ -33,7 +33,7 @@ def read(fields: Fields) -> DecoderConfig:
     )
     if experts is not None and fields.number("moe_norm_min", 1e-12, 0.0) > experts.chosen / experts.count:
         raise fields.error("moe_norm_min", "greater than the least sum of the chosen scores: is not supported")
-    return replace(ernie4_5.read(known), experts=experts)
+    return replace(ernie4_5.read(fields), experts=experts)
 
 
 def _of_metadata(values: Mapping[str, Any], number: Number) -> dict[str, Any]:

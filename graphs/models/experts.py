@@ -74,7 +74,7 @@ def _expert_mlps(parameters: Parameters, x: TensorValue, chosen: TensorValue, at
         up = ops.reshape(parameters.experts(x, chosen, f"{at}.up_proj")[0], [tokens * choices, experts.inner])
         units = ops.reshape(paged.gate_units(up, up, "relu"), [tokens, choices, experts.inner])
         return parameters.experts(units, chosen, f"{at}.down_proj")[0]
-    if experts.apart:
+    if experts.separate_gate_up:
         gate, up = parameters.experts(x, chosen, f"{at}.gate_proj", f"{at}.up_proj")
         if experts.units is None:
             gate, up = (ops.reshape(part, [tokens * choices, experts.inner]) for part in (gate, up))

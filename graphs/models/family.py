@@ -134,12 +134,12 @@ class Gguf:
     recurrent: str | None = None
     """Hugging Face's name of recurrent layers in `layer_types`. The file tells which they are: by a list, by how many
     lie between two that attend, or by KV heads, of which they have none. None: the architecture has no such layers."""
-    lone: bool = False
+    mlp_or_mixer: bool = False
     """A layer with an inner dimension is an MLP alone; the others have none."""
     narrow_heads: bool = False
     """Layers with a window have a head_dim and KV heads of their own; `finish` gets them as `head_dim` and
     `num_key_value_heads`, those of the others as `full_head_dim` and `full_kv_heads`."""
-    rotates_windows_apart: bool = False
+    has_window_rope: bool = False
     """Layers with a window have a rotation of their own."""
     window_theta: float | None = None
     """Its base where the file has none; that of the other layers where it is None."""

@@ -119,8 +119,8 @@ class Fields:
         """Return what `choices` has for the value; for the first of them where it is missing."""
         value = self._value(key, next(iter(choices)))
         if not isinstance(value, str) or value not in choices:
-            known = " and ".join(f'"{choice}"' for choice in choices)
-            raise self.error(key, f"only {known} {'is' if len(choices) == 1 else 'are'} supported")
+            listed = " and ".join(f'"{choice}"' for choice in choices)
+            raise self.error(key, f"only {listed} {'is' if len(choices) == 1 else 'are'} supported")
         return choices[value]
 
     def tokens(self, key: str, vocab_size: int) -> tuple[int, ...]:

@@ -55,7 +55,7 @@ FAMILY = Family(
         defaults={"hidden_activation": "gelu_pytorch_tanh", "hidden_act": None},
         finish=_of_metadata,
         windows=6,
-        rotates_windows_apart=True,
+        has_window_rope=True,
         window_theta=10000.0,
     ),
 )

@@ -15,7 +15,7 @@ from paged_kv.graphs.models.config import (
     read_config,
     read_rope,
     read_windows,
-    with_windows_apart,
+    with_separate_windows,
 )
 from paged_kv.graphs.models.family import EXPERTS, FREQUENCIES, LAYER, NORMS_AFTER, Family, Gguf, Number
 from paged_kv.graphs.models.fields import Fields
@@ -74,28 +74,28 @@ def read(fields: Fields) -> DecoderConfig:
         logits_cap=fields.number("final_logit_softcapping", default=0.0, least=0.0),
         experts=_experts(fields, layers),
     )
-    return with_windows_apart(config)
+    return with_separate_windows(config)
 
 
 def _full_heads(fields: Fields, windows: tuple[int, ...]) -> FullHeads:
     """The heads of layers without a window: by layer as transformers writes them, or by keys of their own."""
     is_key = fields.boolean("attention_k_eq_v")
     usual = [fields.integer(name) for name in _HEADS]
-    apart = fields.section("per_layer_config")
-    if apart is None:
+    by_layer = fields.section("per_layer_config")
+    if by_layer is None:
         head_dim = fields.integer("global_head_dim", default=512)
         heads = fields.integer("num_global_key_value_heads", default=usual[1]) if is_key else usual[1]
         return FullHeads(kv_heads=heads, head_dim=head_dim, value_is_key=is_key)
-    found: set[tuple[int, ...]] = set()
+    full_sizes: set[tuple[int, ...]] = set()
     for layer, window in enumerate(windows):
-        of_layer = apart.section(str(layer))
+        of_layer = by_layer.section(str(layer))
         sizes = usual if of_layer is None else [of_layer.integer(*pair) for pair in zip(_HEADS, usual, strict=True)]
         if window >= 0 and sizes != usual:
-            raise apart.error(str(layer), "a layer with a window has the heads of all others")
-        found |= {tuple(sizes)} if window < 0 else set()
-    if len(found) != 1:
+            raise by_layer.error(str(layer), "a layer with a window has the heads of all others")
+        full_sizes |= {tuple(sizes)} if window < 0 else set()
+    if len(full_sizes) != 1:
         raise fields.error("per_layer_config", "all layers without a window must have the same heads")
-    ((head_dim, heads),) = found
+    ((head_dim, heads),) = full_sizes
     return FullHeads(kv_heads=heads, head_dim=head_dim, value_is_key=is_key)
 
 
@@ -106,7 +106,7 @@ def _experts(fields: Fields, layers: int) -> Experts | None:
         count_keys=("num_experts",),
         sums_to_one=True,
         router="router",
-        beside=True,
+        parallel=True,
     )
 
 
@@ -153,7 +153,7 @@ FAMILY = Family(
         windows=6,
         needs_window=True,
         narrow_heads=True,
-        rotates_windows_apart=True,
+        has_window_rope=True,
         window_theta=10000.0,
         rope_tensors=(FREQUENCIES,),
     ),

@@ -12,12 +12,12 @@ from paged_kv.graphs.models.mixture import read_experts
 
 
 def read(fields: Fields) -> DecoderConfig:
-    known = fields.with_defaults(num_local_experts=8, num_experts_per_tok=2)
-    layers = [True] * known.layers()
+    fields = fields.with_defaults(num_local_experts=8, num_experts_per_tok=2)
+    layers = [True] * fields.layers()
     experts = read_experts(
-        known, layers, count_keys=("num_local_experts",), inner_key="intermediate_size", sums_to_one=True
+        fields, layers, count_keys=("num_local_experts",), inner_key="intermediate_size", sums_to_one=True
     )
-    return replace(granite.read(known), experts=experts)
+    return replace(granite.read(fields), experts=experts)
 
 
 FAMILY = Family(

@@ -9,10 +9,10 @@ from paged_kv.graphs.models.fields import Fields
 
 def read(fields: Fields) -> DecoderConfig:
     """`qkv_bias` (or `attention_bias`) stands for queries, keys and values, `bias` (or `mlp_bias`) for all others."""
-    said = fields.with_defaults(head_dim=128)
-    of_qkv = said.boolean("qkv_bias" if said.get("attention_bias") is None else "attention_bias")
-    bias = said.boolean("bias" if said.get("mlp_bias") is None else "mlp_bias")
-    return read_config(said, qkv_bias=of_qkv, o_bias=bias, mlp_bias=bias)
+    fields = fields.with_defaults(head_dim=128)
+    of_qkv = fields.boolean("qkv_bias" if fields.get("attention_bias") is None else "attention_bias")
+    bias = fields.boolean("bias" if fields.get("mlp_bias") is None else "mlp_bias")
+    return read_config(fields, qkv_bias=of_qkv, o_bias=bias, mlp_bias=bias)
 
 
 FAMILY = Family(

@@ -25,12 +25,12 @@ def latent_attention(
     x: TensorValue,
     rotary: Rotary,
     layer: int,
-    wanted: TensorValue | None,
+    output_rows: TensorValue | None,
 ) -> TensorValue:
     """The attention of `x` `[T, hidden]` over everything its requests have cached and these tokens themselves.
 
-    Latents enter the cache normed, and the parts beside them rotated. Only the rows `wanted` `[N]` are computed where
-    it is not None.
+    Latents enter the cache normed, and the parts beside them rotated. Only `output_rows` `[N]` are computed where it
+    is not None.
     """
     config, latent = parameters.config, parameters.config.latent
     assert latent is not None
@@ -38,12 +38,12 @@ def latent_attention(
     at = f"model.layers.{layer}.self_attn"
     q_proj = f"{at}.q_proj" if latent.q_rank is None else f"{at}.q_a_proj"
     of_q, q_rotary = rows, rotary
-    if wanted is None:
+    if output_rows is None:
         q, kv = parameters.linear(x, q_proj, f"{at}.kv_a_proj_with_mqa")
     else:
         (kv,) = parameters.linear(x, f"{at}.kv_a_proj_with_mqa")
-        (q,) = parameters.linear(paged.take_rows(x, wanted), q_proj)
-        of_q, q_rotary = rows.of_rows(wanted), rotary.of_rows(wanted)
+        (q,) = parameters.linear(paged.take_rows(x, output_rows), q_proj)
+        of_q, q_rotary = rows.of_rows(output_rows), rotary.of_rows(output_rows)
 
     c, k_rope = paged.split_columns(kv, [latent.kv_rank, latent.rope_dim])
     c = parameters.norm(f"{at}.kv_a_layernorm", c, LatentSizes.NORM_EPS)

@@ -17,8 +17,8 @@ def read(fields: Fields) -> DecoderConfig:
     )
     attending = fields.get("full_attn_idxs")
     if fields.get("layer_types") is None and attending is not None:
-        known = isinstance(attending, list) and all(type(each) is int and 0 <= each < layers for each in attending)
-        if not known:
+        valid = isinstance(attending, list) and all(type(each) is int and 0 <= each < layers for each in attending)
+        if not valid:
             raise fields.error("full_attn_idxs", f"a list of layers below num_hidden_layers = {layers} is expected")
         types = ["full_attention" if index in attending else "conv" for index in range(layers)]
         fields = fields.with_defaults(layer_types=types)

@@ -50,22 +50,22 @@ def read(fields: Fields) -> DecoderConfig:
 
 
 def _mixtures(fields: Fields) -> list[bool]:
-    layers, said = fields.layers(), fields.get("moe_layers")
-    if said is None:
+    layers, mixtures = fields.layers(), fields.get("moe_layers")
+    if mixtures is None:
         step = fields.integer("interleave_moe_layer_step", default=1)
         return [(index + 1) % step == 0 for index in range(layers)]
-    if not isinstance(said, list) or not all(type(each) is int and 0 <= each < layers for each in said):
+    if not isinstance(mixtures, list) or not all(type(each) is int and 0 <= each < layers for each in mixtures):
         raise fields.error("moe_layers", f"a list of layers below num_hidden_layers = {layers} is expected")
-    return [index in said for index in range(layers)]
+    return [index in mixtures for index in range(layers)]
 
 
 def _chunked(fields: Fields, rotates: tuple[bool, ...]) -> list[bool]:
-    kinds, known = fields.get("layer_types"), {"full_attention": False, "chunked_attention": True}
+    kinds, chunked = fields.get("layer_types"), {"full_attention": False, "chunked_attention": True}
     if kinds is None:
         return list(rotates)
     if not isinstance(kinds, list) or len(kinds) != len(rotates):
         raise fields.error("layer_types", f"a list of num_hidden_layers = {len(rotates)} is expected")
-    return [Fields(fields.file, {"layer_types": kind}).one_of("layer_types", known) for kind in kinds]
+    return [Fields(fields.file, {"layer_types": kind}).one_of("layer_types", chunked) for kind in kinds]
 
 
 def _of_metadata(values: Mapping[str, Any], number: Number) -> dict[str, Any]:

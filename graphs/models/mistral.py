@@ -9,8 +9,9 @@ from paged_kv.graphs.models.fields import Fields
 
 def read(fields: Fields) -> DecoderConfig:
     # Without the key there is a window, with null there is none.
-    said = fields if "sliding_window" in fields.values else fields.with_defaults(sliding_window=4096)
-    return read_config(fields, windows=read_windows(said))
+    if "sliding_window" not in fields.values:
+        fields = fields.with_defaults(sliding_window=4096)
+    return read_config(fields, windows=read_windows(fields))
 
 
 FAMILY = Family(architecture="MistralForCausalLM", model_type="mistral", read=read, missing={"num_key_value_heads": 8})

@@ -9,13 +9,13 @@ from paged_kv.graphs.models.mixture import read_experts
 
 
 def read(fields: Fields) -> DecoderConfig:
-    known = fields.with_defaults(num_local_experts=8, num_experts_per_tok=2)
-    layers = [True] * known.layers()
+    fields = fields.with_defaults(num_local_experts=8, num_experts_per_tok=2)
+    layers = [True] * fields.layers()
     experts = read_experts(
-        known, layers, count_keys=("num_local_experts",), inner_key="intermediate_size", sums_to_one=True
+        fields, layers, count_keys=("num_local_experts",), inner_key="intermediate_size", sums_to_one=True
     )
     return read_config(
-        known, rope=read_rope(known, head_dim_of(known), theta=1e6), windows=read_windows(known), experts=experts
+        fields, rope=read_rope(fields, head_dim_of(fields), theta=1e6), windows=read_windows(fields), experts=experts
     )
 
 

@@ -60,7 +60,7 @@ class Experts:
     jitter: float | None = None
     """Two experts are chosen, one after the other: the greatest of the scores s that are left. Its weight is a softmax
     over those near to it, `(greatest - s) / max(|s|, greatest) <= 2 jitter` (SparseMixer, arXiv:2409.12136)."""
-    beside: bool = False
+    parallel: bool = False
     """The layer has its MLP too; what goes into each and comes out of it has norms of its own, the router's input is
     normed without and then multiplied by weights of its own, and each expert's weight by a number of its own (Gemma 4).
     """
@@ -70,7 +70,7 @@ class Experts:
     """In the checkpoint, stacks are `[count, in, out]`."""
     alternating: bool = False
     """In the checkpoint, gate and up alternate in one stack."""
-    apart: bool = False
+    separate_gate_up: bool = False
     """Gate and up are two stacks, as GGUF files have them; else one, with gate above up."""
 
 
@@ -93,15 +93,15 @@ def read_experts(
     fields.one_of("scoring_func", {"sigmoid" if sigmoid else "softmax": None})
     methods = {"noaux_tc": True} if sigmoid else {"greedy": False, "group_limited_greedy": True}
     limited = fields.one_of("topk_method", methods)
-    said = [key for key in count_keys if fields.get(key) is not None] or list(count_keys[:1])
-    count, chosen = fields.integer(said[0]), fields.integer("num_experts_per_tok")
+    present = [key for key in count_keys if fields.get(key) is not None] or list(count_keys[:1])
+    count, chosen = fields.integer(present[0]), fields.integer("num_experts_per_tok")
     for key in COUNT_KEYS:  # to transformers, most are other names of one number
         if fields.get(key) not in (None, count):
-            raise fields.error(key, f"differs from {said[0]} = {count}")
+            raise fields.error(key, f"differs from {present[0]} = {count}")
     groups = fields.integer("n_group") if limited else 1
     chosen_groups = fields.integer("topk_group", most=groups) if limited else 1
     if count % groups:
-        raise fields.error("n_group", f"does not divide {said[0]} = {count}")
+        raise fields.error("n_group", f"does not divide {present[0]} = {count}")
     if sigmoid and count == groups:
         raise fields.error("n_group", "groups of one expert have no second greatest score")
     if chosen > count // groups * chosen_groups:

@@ -59,7 +59,7 @@ def read(fields: Fields) -> DecoderConfig:
         activation="relu2",
         gated=False,
         mlp_bias=fields.boolean("mlp_bias"),
-        lone=tuple("mlp" if kind in ("mlp", "moe") else "mixer" for kind in kinds),
+        mlp_or_mixer=tuple("mlp" if kind in ("mlp", "moe") else "mixer" for kind in kinds),
         recurrence=recurrence,
         experts=experts,
     )
@@ -69,11 +69,12 @@ def _kinds(fields: Fields) -> list[str]:
     """The kind of each layer: by a list of names, or by a letter each."""
     key = next((key for key in ("layers_block_type", "layer_types") if fields.get(key) is not None), None)
     pattern = fields.get("hybrid_override_pattern")
-    said, known = (fields.get(key), _KINDS) if key else (pattern, _LETTERS)
+    kinds, names = (fields.get(key), _KINDS) if key else (pattern, _LETTERS)
     key = key or "hybrid_override_pattern"
-    if not isinstance(said, list | str) or not 0 < len(said) <= MAX_LAYERS or not all(each in known for each in said):
-        raise fields.error(key, f"a layer each of {', '.join(known)} is expected")
-    return [known[each] for each in said]
+    valid = isinstance(kinds, list | str) and 0 < len(kinds) <= MAX_LAYERS and all(each in names for each in kinds)
+    if not valid:
+        raise fields.error(key, f"a layer each of {', '.join(names)} is expected")
+    return [names[each] for each in kinds]
 
 
 def _of_metadata(values: Mapping[str, Any], number: Number) -> dict[str, Any]:
@@ -107,7 +108,7 @@ _GGUF = Gguf(
     sizes=SSM_SIZES,
     finish=_of_metadata,
     recurrent="linear_attention",
-    lone=True,
+    mlp_or_mixer=True,
 )
 _WITH_EXPERTS = replace(
     _GGUF,

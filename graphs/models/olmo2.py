@@ -25,5 +25,5 @@ FAMILY = Family(
     architecture="Olmo2ForCausalLM",
     model_type="olmo2",
     read=read,
-    gguf=Gguf("olmo2", layer=LAYER | NORMS_AFTER, windows=4, windowed="Olmo3ForCausalLM", rotates_windows_apart=True),
+    gguf=Gguf("olmo2", layer=LAYER | NORMS_AFTER, windows=4, windowed="Olmo3ForCausalLM", has_window_rope=True),
 )

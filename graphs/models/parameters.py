@@ -133,7 +133,7 @@ def _share(config: DecoderConfig, count: int) -> DecoderConfig:
         raise ContractError("devices: a model with latent attention or experts runs on one device")
     if config.recurrence is not None:
         raise ContractError("devices: a model with recurrent layers runs on one device")
-    if config.windows_apart or config.full_heads is not None:
+    if config.separate_windows or config.full_heads is not None:
         raise ContractError("devices: a model whose layers with windows have pages or heads of their own runs on one")
     if config.encodings:
         raise ContractError("devices: quantised weights run on the CPU alone")

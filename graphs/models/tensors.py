@@ -38,7 +38,7 @@ NORMS = {
 }
 
 
-BESIDE = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
+PARALLEL_NORMS = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
 """The norms of an MLP's output, and of the input and the output of the experts beside it."""
 
 
@@ -130,17 +130,17 @@ def assembled_tensors(config: DecoderConfig, stored: Container[str] = ()) -> dic
 
     By these alone it shows whether experts lie apart, in stacks or in MXFP4 blocks.
     """
-    found: dict[str, Assembled] = {}
+    assembled: dict[str, Assembled] = {}
     encodings = dict(config.encodings)
     for index in range(config.num_hidden_layers):
         layer = f"model.layers.{index}"
         if config.latent is not None:
-            found |= _heads(config, f"{layer}.self_attn")
+            assembled |= _heads(config, f"{layer}.self_attn")
         if config.recurrence is not None and config.recurrence.fused_qkvz and config.is_recurrent(index):
-            found |= _split_qkvz(config, config.recurrence, f"{layer}.linear_attn", stored)
+            assembled |= _split_qkvz(config, config.recurrence, f"{layer}.linear_attn", stored)
         if config.has_experts(index):
-            found |= _stacks(config, f"{layer}.mlp.experts", stored, encodings)
-    return found
+            assembled |= _stacks(config, f"{layer}.mlp.experts", stored, encodings)
+    return assembled
 
 
 def least_tensors(config: DecoderConfig, stored: Container[str]) -> int:
@@ -148,8 +148,8 @@ def least_tensors(config: DecoderConfig, stored: Container[str]) -> int:
     if config.experts is None:
         return config.num_hidden_layers
     layers = [index for index in range(config.num_hidden_layers) if config.has_experts(index)]
-    apart = sum(not _is_stacked(config.experts, f"model.layers.{index}.mlp.experts", stored) for index in layers)
-    return max(config.num_hidden_layers, (3 if config.experts.gated else 2) * config.experts.count * apart)
+    unstacked = sum(not _is_stacked(config.experts, f"model.layers.{index}.mlp.experts", stored) for index in layers)
+    return max(config.num_hidden_layers, (3 if config.experts.gated else 2) * config.experts.count * unstacked)
 
 
 def checkpoint_tensors(config: DecoderConfig, stored: Container[str] = ()) -> dict[str, Shape]:
@@ -163,7 +163,7 @@ def checkpoint_tensors(config: DecoderConfig, stored: Container[str] = ()) -> di
 
 def _layer(config: DecoderConfig, index: int) -> dict[str, Shape]:
     attends, has_experts = config.attends(index), config.has_experts(index)
-    has_mlp = config.has_mlp(index) and (config.experts is None or not has_experts or config.experts.beside)
+    has_mlp = config.has_mlp(index) and (config.experts is None or not has_experts or config.experts.parallel)
     linear: dict[str, Shape] = {}
     if attends:
         values = config.latent.v_dim if config.latent else config.heads_of(index)[1]
@@ -178,14 +178,14 @@ def _layer(config: DecoderConfig, index: int) -> dict[str, Shape]:
         linear |= _experts(config)
     layer: dict[str, Shape] = {f"{name}.weight": shape for name, shape in linear.items()}
     layer |= {f"{name}.bias": shape[:-1] for name, shape in linear.items() if _has_bias(config, name)}
-    for name in NORMS[config.norm_place][: 1 if config.lone else None]:
+    for name in NORMS[config.norm_place][: 1 if config.mlp_or_mixer else None]:
         layer |= {} if name is None else _norm(config, name)
     if has_experts and config.experts is not None and (config.experts.sigmoid or config.experts.choice_bias):
         layer[f"mlp.{config.experts.router}.{CHOICE_BIAS}"] = (config.experts.count,)
-    if has_experts and config.experts is not None and config.experts.beside:
+    if has_experts and config.experts is not None and config.experts.parallel:
         router = f"mlp.{config.experts.router}"
         layer |= {f"{router}.scale": (config.hidden_size,), f"{router}.per_expert_scale": (config.experts.count,)}
-        for name in BESIDE:
+        for name in PARALLEL_NORMS:
             layer |= _norm(config, name)
     if config.layer_inputs is not None:
         size, hidden = config.layer_inputs.size, config.hidden_size
@@ -196,7 +196,7 @@ def _layer(config: DecoderConfig, index: int) -> dict[str, Shape]:
     if config.is_recurrent(index) and config.recurrence is not None:
         at = RECURRENT[config.recurrence.kind]
         layer |= {f"{at}.{name}": shape for name, shape in _recurrent(config, config.recurrence).items()}
-    return layer | (_beside_attention(config, index) if attends else {})
+    return layer | (_attention_parameters(config, index) if attends else {})
 
 
 def _recurrent(config: DecoderConfig, recurrence: Recurrence) -> dict[str, Shape]:
@@ -206,8 +206,8 @@ def _recurrent(config: DecoderConfig, recurrence: Recurrence) -> dict[str, Shape
     if recurrence.conv_bias:
         conv["conv1d.bias"] = (channels,)
     if recurrence.kind == "gated delta":
-        apart = ("in_proj_ba",) if recurrence.fused_gates else ("in_proj_b", "in_proj_a")
-        linear = {"in_proj_qkv": channels, "in_proj_z": inner} | dict.fromkeys(apart, 2 * heads // len(apart))
+        gate_names = ("in_proj_ba",) if recurrence.fused_gates else ("in_proj_b", "in_proj_a")
+        linear = {"in_proj_qkv": channels, "in_proj_z": inner} | dict.fromkeys(gate_names, 2 * heads // len(gate_names))
         gates["norm.weight"] = (recurrence.value_dim,)
         outputs = inner
     elif recurrence.kind == "mamba2":
@@ -223,7 +223,7 @@ def _recurrent(config: DecoderConfig, recurrence: Recurrence) -> dict[str, Shape
     return tensors | biases | conv | gates
 
 
-def _beside_attention(config: DecoderConfig, index: int) -> dict[str, Shape]:
+def _attention_parameters(config: DecoderConfig, index: int) -> dict[str, Shape]:
     """Tensors of attention that are no linear layers."""
     layer: dict[str, Shape] = {}
     if config.latent is not None:
@@ -286,8 +286,10 @@ def _gate_and_up(config: DecoderConfig, at: str, inner: int) -> dict[str, Shape]
 def _experts(config: DecoderConfig) -> dict[str, Shape]:
     assert config.experts is not None
     experts, hidden, shared = config.experts, config.hidden_size, "mlp.shared_experts"
-    gate_and_up = {"gate": experts.inner, "up": experts.inner} if experts.apart else {"gate_up": 2 * experts.inner}
-    gate_and_up = gate_and_up if experts.gated else {"up": experts.inner}
+    gate_and_up = {"up": experts.inner}
+    if experts.gated:
+        one = {"gate_up": 2 * experts.inner}
+        gate_and_up = {"gate": experts.inner, **gate_and_up} if experts.separate_gate_up else one
     layers: dict[str, Shape] = {
         f"mlp.{experts.router}": (experts.count, hidden),
         **{f"mlp.experts.{name}_proj": (experts.count, rows, hidden) for name, rows in gate_and_up.items()},
@@ -358,7 +360,8 @@ def _split_qkvz(config: DecoderConfig, recurrence: Recurrence, at: str, stored: 
 
 def _is_stacked(experts: Experts, at: str, stored: Container[str]) -> bool:
     """Return whether a checkpoint has the experts of a mixture in tensors of all of them."""
-    return experts.transposed or experts.apart or f"{at}.{'gate_up' if experts.gated else 'up'}_proj" in stored
+    stack = f"{at}.{'gate_up' if experts.gated else 'up'}_proj"
+    return experts.transposed or experts.separate_gate_up or stack in stored
 
 
 def _stacks(
@@ -370,20 +373,20 @@ def _stacks(
     of_units = {"gate_up": (2 * experts.inner, config.hidden_size)} if experts.gated else {}
     of_units = of_units or {"up": (experts.inner, config.hidden_size)}
     sizes = {**of_units, "down": (config.hidden_size, experts.inner)}
-    found = {}
+    stacks = {}
     for part, (rows, columns) in sizes.items():
         name, alternates = f"{at}.{part}_proj", experts.alternating and part == "gate_up"
         if encodings.get(f"{name}.weight") == "MXFP4":
-            found[f"{name}.weight"] = _of_blocks(name, experts.count, rows, columns, alternates)
+            stacks[f"{name}.weight"] = _of_blocks(name, experts.count, rows, columns, alternates)
         elif _is_stacked(experts, at, stored):
             shape = (columns, rows) if experts.transposed else (rows, columns)
-            found[f"{name}.weight"] = _of_stack(name, (experts.count, *shape), experts.transposed, alternates)
+            stacks[f"{name}.weight"] = _of_stack(name, (experts.count, *shape), experts.transposed, alternates)
         else:
-            apart = ("gate", "up") if part == "gate_up" else (part,)
-            found[f"{name}.weight"] = _of_each(at, apart, experts.count, (rows // len(apart), columns))
+            parts = ("gate", "up") if part == "gate_up" else (part,)
+            stacks[f"{name}.weight"] = _of_each(at, parts, experts.count, (rows // len(parts), columns))
         if experts.bias:
-            found[f"{name}.bias"] = _of_stack(f"{name}_bias", (experts.count, rows), False, alternates)
-    return found
+            stacks[f"{name}.bias"] = _of_stack(f"{name}_bias", (experts.count, rows), False, alternates)
+    return stacks
 
 
 def _of_each(at: str, parts: Sequence[str], count: int, shape: Shape) -> Assembled:

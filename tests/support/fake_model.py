@@ -13,7 +13,7 @@ from paged_kv.checkpoint.config import load_config
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.engine.interfaces import StepStates
 from paged_kv.engine.sampling import History, Sampling, choose
-from paged_kv.graphs.models.config import DecoderConfig, with_windows_apart
+from paged_kv.graphs.models.config import DecoderConfig, with_separate_windows
 from paged_kv.graphs.rope import Rope
 from paged_kv.options import NO_PAGE
 from paged_kv.structured_output import CompiledStructure
@@ -91,7 +91,7 @@ class FakeModel:
     ) -> None:
         self.config = fake_config(max_positions, window)
         if num_window_pages:
-            self.config = with_windows_apart(replace(self.config, windows=(window, -1) * 4))
+            self.config = with_separate_windows(replace(self.config, windows=(window, -1) * 4))
         self.num_pages, self.page_size, self.window = num_pages, page_size, -1 if num_window_pages else window
         self.storage = np.full((num_pages, page_size), EMPTY, np.int32)
         self.num_window_pages = num_window_pages

@@ -82,9 +82,9 @@ def test_config(pair):
     # What a GGUF file does not say, or says in float32.
     of_file = {"encodings": (), "dtype": None, "float32_activations": False}
     if found.experts is not None:
-        assert found.experts.apart == (not file.stem.startswith("gemma4"))
+        assert found.experts.separate_gate_up == (not file.stem.startswith("gemma4"))
         of_file["experts"] = dataclasses.asdict(expected.experts)
-        found_experts = dataclasses.replace(found.experts, apart=False)
+        found_experts = dataclasses.replace(found.experts, separate_gate_up=False)
         assert found_experts == expected.experts
     assert found.float32_activations
     if found.recurrence is not None:  # a file has the parts of its projections apart

@@ -15,7 +15,7 @@ from support.conversions import FOLDER, write_checkpoint, write_converted
 CONVERSIONS = {file.stem: json.loads(file.read_text()) for file in sorted(FOLDER.glob("*.json"))}
 NOT_READ = {"deepseek2"}
 READ = [name for name, each in CONVERSIONS.items() if each["metadata"]["general.architecture"] not in NOT_READ]
-OF_LAYOUT = {"experts.apart", "recurrence.tiled", "fused_gate_up", "mlp", "draft_layers"}
+OF_LAYOUT = {"experts.separate_gate_up", "recurrence.tiled", "fused_gate_up", "mlp", "draft_layers"}
 """Entries that say in which tensors weights lie: in a file, gate and up of experts and of Granite 4's shared ones are
 apart, Qwen3.5's value heads in another order, and layers that draft tokens after the others."""
 NOT_IN_FILES = {"recurrence.dt_range"}
@@ -50,7 +50,8 @@ def weights(source):
 
 def in_file(name, values, config):
     """A weight in the order of a file's rows, where the step takes it so."""
-    if not any(config.rotates or (True,)) and config.lone and name.endswith((".q_proj.weight", ".k_proj.weight")):
+    unrotated = not any(config.rotates or (True,))
+    if unrotated and config.mlp_or_mixer and name.endswith((".q_proj.weight", ".k_proj.weight")):
         # Nemotron-H's q and k as if they were rotated by neighbours: their products are the same.
         return values.reshape(-1, 2, config.head_dim // 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
     return in_tiles(name, values, config.recurrence) if config.recurrence and config.recurrence.tiled else values

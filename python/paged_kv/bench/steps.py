@@ -240,7 +240,12 @@ def decoder_config(case: StepCase) -> DecoderConfig:
         return config
     layers = (True,) * case.layers
     experts = Experts(
-        count=case.experts, chosen=case.chosen, inner=case.intermediate, layers=layers, sums_to_one=True, apart=True
+        count=case.experts,
+        chosen=case.chosen,
+        inner=case.intermediate,
+        layers=layers,
+        sums_to_one=True,
+        separate_gate_up=True,
     )
     return replace(config, qk_norm="head", experts=experts)
 

@@ -108,7 +108,7 @@ class GgufCheckpoint:
         config = config_of(hugging_face_config(self.header), self.header.file)
         if config.experts is not None:
             is_fused = any(".ffn_gate_up_exps." in name for name in self.header.tensors)
-            config = replace(config, experts=replace(config.experts, apart=not is_fused))
+            config = replace(config, experts=replace(config.experts, separate_gate_up=not is_fused))
         check_layers(config, self.header.tensors, self.header.file, stacks=True)
         tensors = {name: self._tensor(name) for name in expected_tensors(config)}
         encodings = [(name, tensor.encoding) for name, tensor in tensors.items() if tensor.encoding in GGUF_ENCODINGS]

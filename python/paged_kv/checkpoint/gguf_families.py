@@ -222,7 +222,7 @@ def _shown_by_tensors(header: GgufHeader) -> dict[str, Any]:
 def _rotation(metadata: Metadata, family: Gguf, heads: _Heads, windowed: list[bool]) -> dict[str, Any]:
     theta = metadata.number("rope.freq_base", 10000.0)
     scaling = read_scaling(metadata, scaling_tensors(metadata.header), heads.rotated, theta)
-    if not family.rotates_windows_apart or not (any(windowed) or family.windowed is None):
+    if not family.has_window_rope or not (any(windowed) or family.windowed is None):
         return {"rope_theta": theta, "rope_scaling": scaling}
     local = metadata.number("rope.freq_base_swa", theta if family.window_theta is None else family.window_theta)
     return {
@@ -262,7 +262,7 @@ def _used(family: Gguf) -> frozenset[str]:
     used |= frozenset() if family.mixture is None else {"expert_count", "expert_used_count"}
     lengths = {"attention.key_length_swa", "attention.value_length_swa", "attention.shared_kv_layers"}
     used |= lengths if family.narrow_heads else set()
-    return used | ({"rope.freq_base_swa"} if family.rotates_windows_apart else set())
+    return used | ({"rope.freq_base_swa"} if family.has_window_rope else set())
 
 
 def _windowed_layers(metadata: Metadata, family: Gguf) -> list[bool]:
@@ -298,7 +298,7 @@ def _recurrent_layers(metadata: Metadata, family: Gguf) -> list[str]:
         raise metadata.error(name, f"a list of block_count = {layers} entries is expected")
     types = [family.recurrent or "" if is_recurrent else "full_attention" for is_recurrent in recurrent]
     inner = metadata.get("feed_forward_length")
-    if family.lone and isinstance(inner, np.ndarray) and inner.size == layers:
+    if family.mlp_or_mixer and isinstance(inner, np.ndarray) and inner.size == layers:
         types = ["mlp" if width else kind for width, kind in zip(inner, types, strict=True)]
     return types
 

@@ -27,7 +27,7 @@ from paged_kv.engine.step import StepGraph
 from paged_kv.errors import ContractError
 from paged_kv.graphs.inputs import WindowInputs, page_table, state_inputs, step_inputs
 from paged_kv.graphs.models import decoder
-from paged_kv.graphs.models.config import DecoderConfig, with_cache_rotation, with_windows_apart
+from paged_kv.graphs.models.config import DecoderConfig, with_cache_rotation, with_separate_windows
 from paged_kv.graphs.ops import cache_dtype
 from paged_kv.kv_formats import KVFormat
 from paged_kv.options import CacheRotation, check_kv_format
@@ -91,7 +91,7 @@ class DecoderModel:
         num_pages, page_size = integer("num_pages", num_pages, 0), integer("page_size", page_size, 1)
         config = with_cache_rotation(config, cache_rotation)
         if num_window_pages is None or integer("num_window_pages", num_window_pages, 0):
-            config = with_windows_apart(config)
+            config = with_separate_windows(config)
         self.config = config
         self.weights = weights
         self.num_pages = num_pages
@@ -108,7 +108,7 @@ class DecoderModel:
         self._blocks = new_cache(num_pages)
         self.num_window_pages = 0
         self._window_blocks: Storage | None = None
-        if config.windows_apart:
+        if config.separate_windows:
             least = min(num_pages, least_window_pages(config.longest_window, page_size))
             count = num_pages if num_window_pages is None else num_window_pages
             self.num_window_pages = integer("num_window_pages", count, least)

@@ -17,7 +17,7 @@ from paged_kv.checkpoint.config import load_config
 from paged_kv.checkpoint.source import open_source
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.graphs.models import decoder
-from paged_kv.graphs.models.config import DecoderConfig, with_cache_rotation, with_windows_apart
+from paged_kv.graphs.models.config import DecoderConfig, with_cache_rotation, with_separate_windows
 from paged_kv.graphs.ops import cache_dtype
 from paged_kv.kv_formats import KVFormat
 from paged_kv.options import CacheRotation
@@ -82,7 +82,7 @@ class StepGraph:
             return empty(decoder.cache_shape(self.geometry, 1, 1, self.kv_format, windows=windows), kind)
 
         buffers: list[np.ndarray | None] = [*[None] * 4, cache(windows=False)]
-        if self.geometry.windows_apart:
+        if self.geometry.separate_windows:
             buffers += [None, cache(windows=True)]
         if self.geometry.recurrence is not None:
             buffers += [*[None] * 4, *(empty(each) for each in decoder.state_shapes(self.geometry, 1))]
@@ -142,7 +142,7 @@ def compile_checkpoint(
     """
     runtime = default_runtime()
     source = open_source(checkpoint).on(runtime.device)
-    config = with_windows_apart(with_cache_rotation(source.config, cache_rotation))
+    config = with_separate_windows(with_cache_rotation(source.config, cache_rotation))
     step = StepGraph.of(config, DType.bfloat16 if (dtype or config.dtype) == "bfloat16" else DType.float32, kv_format)
     if runtime.device.is_cpu():
         try:

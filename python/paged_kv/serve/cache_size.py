@@ -14,7 +14,7 @@ from paged_kv.engine.model import LEAST_STATES, default_states, least_window_pag
 from paged_kv.errors import ContractError
 from paged_kv.graphs.encodings import row_bytes
 from paged_kv.graphs.models import decoder
-from paged_kv.graphs.models.config import DecoderConfig, with_windows_apart
+from paged_kv.graphs.models.config import DecoderConfig, with_separate_windows
 from paged_kv.graphs.models.tensors import expected_tensors
 from paged_kv.graphs.ops import cache_dtype
 from paged_kv.kv_formats import KVFormat
@@ -83,14 +83,14 @@ def cache_size_of(
         ContractError: not a page fits, or the longest request is longer than the model knows or the pages hold; the
             model has latents, of which there are no codes.
     """
-    config = with_windows_apart(config)
+    config = with_separate_windows(config)
 
     def bytes_of_page(**which: bool) -> int:
         shape = [int(size) for size in decoder.cache_shape(config, 1, page_size, kv_format, **which)]
         return math.prod(shape) * cache_dtype(dtype, kv_format).size_in_bytes
 
     page_bytes, window_bytes, most_windows = bytes_of_page(), 0, 0
-    if config.windows_apart:
+    if config.separate_windows:
         window_bytes = bytes_of_page(windows=True)
         # All requests go on at once, and the step of one of them is a part of its prompt.
         most_windows = requests * least_window_pages(config.longest_window, page_size) + MAX_STEP_TOKENS // page_size
