@@ -9,8 +9,8 @@ from max.dtype import DType
 from max.graph import DeviceRef, Dim, StaticDim, TensorType, TensorValue, ops
 
 from paged_kv.call_layouts import SOFTMAX_OPTIONS
-from paged_kv.errors import ContractError, ContractTypeError, ShapeError
-from paged_kv.graphs.checks import check_tensor, check_value, names
+from paged_kv.errors import ContractError, ShapeError
+from paged_kv.graphs.checks import check_dtype, check_tensor, check_value
 from paged_kv.graphs.paged_cache import DTYPES, KV_DTYPES, PagedCache, constant
 from paged_kv.options import HEAD_DIMS, AttentionArguments, AttentionOptions, is_head_dim
 
@@ -91,9 +91,9 @@ def attention_at_run_time(
     compiles in less time, and on the CPU refuses a rope_theta other than 0.
     """
     if gpu_kernel not in get_args(GpuKernel):
-        raise ContractError(f"gpu_kernel must be 'best' or 'plain', not {gpu_kernel!r}")
+        raise ContractError(f"gpu_kernel: expected 'best' or 'plain', got {gpu_kernel!r}")
     if batch_invariant and not cache.device.is_gpu():
-        raise ContractError("batch_invariant is an option of the GPU's schedule; the CPU's depends on the batch")
+        raise ContractError("batch_invariant: requires a GPU; the schedule of the CPU depends on the batch")
     rows, heads, head_dim = check_operands(
         cache, q, row_batch, row_lengths, alibi_slopes, sinks, window_left, options, o_dtype
     )
@@ -126,7 +126,7 @@ def option_values(
     check_tensor("q", q)
     head_dim = q.shape[-1] if q.rank else Dim(0)
     if options.sm_scale is None and not isinstance(head_dim, StaticDim):
-        raise ContractError(f"sm_scale is needed where head_dim is symbolic ({head_dim})")
+        raise ContractError(f"sm_scale: required where head_dim is symbolic ({head_dim})")
     numbers = options.numbers(max(int(head_dim), 1) if isinstance(head_dim, StaticDim) else 1)
     none = constant(np.zeros(0, np.float32), cache.device)
     return {
@@ -150,21 +150,19 @@ def check_operands(
 ) -> tuple[Dim, Dim, Dim]:
     """Refuses operands that do not fit the cache or each other; returns q's dimensions `R, Hq, D`."""
     check_tensor("q", q)
-    if q.dtype not in DTYPES:
-        raise ContractTypeError(f"q: dtype {q.dtype.name} is none of {names(DTYPES)}")
-    if o_dtype is not None and o_dtype not in DTYPES:
-        raise ContractTypeError(f"o_dtype {o_dtype.name} is none of {names(DTYPES)}")
-    if cache.dtype not in KV_DTYPES and cache.kv_format is None:
-        raise ContractTypeError(f"k_blocks: dtype {cache.dtype.name} is none of {names(KV_DTYPES)}")
+    check_dtype("q", q.dtype, DTYPES)
+    check_dtype("o_dtype", o_dtype or q.dtype, DTYPES)
+    if cache.kv_format is None:
+        check_dtype("k_blocks", cache.dtype, KV_DTYPES)
     cache.check("q", q, q.dtype, [None, None, cache.head_dim])
     rows, heads, head_dim = q.shape
     cache.check("row_batch", row_batch, DType.int32, [rows])
     cache.check("row_lengths", row_lengths, DType.int32, [rows])
     kv_heads = cache.num_kv_heads
     if isinstance(heads, StaticDim) and isinstance(kv_heads, StaticDim) and int(heads) % max(int(kv_heads), 1):
-        raise ShapeError(f"q: its {heads} heads are no multiple of the cache's {kv_heads} KV heads")
+        raise ShapeError(f"q: expected a multiple of the cache's {kv_heads} KV heads, got {heads} heads")
     if isinstance(head_dim, StaticDim) and not is_head_dim(int(head_dim)):
-        raise ShapeError(f"q: head_dim {head_dim} is no {HEAD_DIMS}")
+        raise ShapeError(f"q: expected head_dim to be a {HEAD_DIMS}, got {head_dim}")
     host = DeviceRef.CPU()
     for name, value in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         check_optional(cache, name, value, DType.float32, heads)

@@ -85,5 +85,5 @@ def row_bytes(encoding: Encoding, elements: int) -> int:
     """
     size = block_elements(encoding)
     if elements % size:
-        raise ShapeError(f"{elements} elements are no multiple of the {size} of a {encoding} block")
+        raise ShapeError(f"elements: expected a multiple of {size}, those of a {encoding} block, got {elements}")
     return elements // size * block_bytes(encoding)

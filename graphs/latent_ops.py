@@ -14,7 +14,7 @@ from max.graph import BufferValue, DeviceRef, Dim, StaticDim, TensorType, Tensor
 
 from paged_kv.call_layouts import LATENT_OPTIONS
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
-from paged_kv.graphs.checks import check_tensor, check_value, names
+from paged_kv.graphs.checks import check_dtype, check_rank, check_tensor, check_value
 from paged_kv.graphs.paged_cache import BITS, DTYPES, KV_DTYPES, constant
 from paged_kv.options import HEAD_DIMS, LatentOptions, is_head_dim
 
@@ -41,20 +41,18 @@ class LatentCache:
     def __post_init__(self) -> None:
         strided = self.view is not None
         if (self.kpe_blocks is not None) != strided:
-            raise ContractError("kpe_blocks and view are given together, for strided storage")
+            raise ContractError("kpe_blocks, view: expected both, for strided storage, or neither")
         for name, blocks in (("blocks", self.blocks), ("kpe_blocks", self.kpe)):
             if not isinstance(blocks, BufferValue):
                 raise ContractTypeError(
-                    f"{name} must be a graph buffer (BufferType input), not {type(blocks).__name__}"
+                    f"{name}: expected a graph buffer (BufferType input), got {type(blocks).__name__}"
                 )
-            if blocks.dtype not in KV_DTYPES + BITS:
-                raise ContractTypeError(f"{name}: dtype {blocks.dtype.name} is none of {names(KV_DTYPES + BITS)}")
+            check_dtype(name, blocks.dtype, KV_DTYPES + BITS)
             if blocks.dtype != self.dtype:
-                raise ContractTypeError(f"{name}: dtype {blocks.dtype.name} differs from blocks' {self.dtype.name}")
+                raise ContractTypeError(f"{name}: expected dtype {self.dtype.name}, as blocks, got {blocks.dtype.name}")
             if blocks.device != self.device:
-                raise ContractError(f"{name} is on {blocks.device}, blocks on {self.device}")
-            if blocks.rank != (1 if strided else 4):
-                raise ShapeError(f"{name}: rank {blocks.rank}, expected {1 if strided else 4}")
+                raise ContractError(f"{name}: expected device {self.device}, as blocks, got {blocks.device}")
+            check_rank(name, blocks, 1 if strided else 4)
         check_value("lookup_table", self.lookup_table, DType.uint32, [None, None], self.device)
         if self.view is not None:
             check_value("view", self.view, DType.int64, [Dim(13)], DeviceRef.CPU())
@@ -81,11 +79,11 @@ class LatentCache:
         """Return what every op over pages takes after its own tensors, where ckv is `ckv_dim` wide."""
         layers = self.blocks.shape[1] if self.view is None else Dim(1)
         if layer < 0 or (isinstance(layers, StaticDim) and layer >= layers.dim):
-            raise ContractError(f"layer is {layer}, the cache has {layers}")
+            raise ContractError(f"layer: expected one of the cache's {layers} layers, got {layer}")
         view = self.view
         if view is None:
             if not isinstance(ckv_dim, StaticDim):
-                raise ContractError(f"ckv: its width must be known while the graph is built, it is {ckv_dim}")
+                raise ContractError(f"ckv: expected a static width, got {ckv_dim}")
             view = constant(np.array([layer, int(ckv_dim)], np.int64))
         return [self.kpe, self.blocks, self.lookup_table, view]
 
@@ -95,7 +93,7 @@ class LatentCache:
         sizes = (ckv_dim, kpe_dim, width)
         if self.view is None and all(isinstance(size, StaticDim) for size in sizes) and ckv_dim + kpe_dim != width:
             raise ShapeError(
-                f"{ckv}, {kpe}: widths {ckv_dim} and {kpe_dim}, the cache's slots are {width} elements wide"
+                f"{ckv}, {kpe}: expected {width} elements together, as in the cache's slots, got {ckv_dim} + {kpe_dim}"
             )
 
 
@@ -193,19 +191,16 @@ def mla_attention_at_run_time(
     `options` `[4]` float32 is `LatentOptions.numbers`, on the host; `sinks` has `[H]` or no entries.
     """
     check_tensor("q_nope", q_nope)
-    if q_nope.dtype not in DTYPES:
-        raise ContractTypeError(f"q_nope: dtype {q_nope.dtype.name} is none of {names(DTYPES)}")
-    if o_dtype is not None and o_dtype not in DTYPES:
-        raise ContractTypeError(f"o_dtype: {o_dtype.name} is none of {names(DTYPES)}")
-    if cache.dtype not in KV_DTYPES:
-        raise ContractTypeError(f"blocks: dtype {cache.dtype.name} is none of {names(KV_DTYPES)}")
+    check_dtype("q_nope", q_nope.dtype, DTYPES)
+    check_dtype("o_dtype", o_dtype or q_nope.dtype, DTYPES)
+    check_dtype("blocks", cache.dtype, KV_DTYPES)
     check_value("q_nope", q_nope, q_nope.dtype, [None, None, None], cache.device)
     rows, heads, ckv_dim = q_nope.shape
     check_value("q_pe", q_pe, q_nope.dtype, [rows, heads, None], cache.device)
     for name, value in (("q_nope", q_nope), ("q_pe", q_pe)):
         width = value.shape[-1]
         if isinstance(width, StaticDim) and not (is_head_dim(int(width)) or (name == "q_pe" and int(width) == 0)):
-            raise ShapeError(f"{name}: width {width} is no {HEAD_DIMS}")
+            raise ShapeError(f"{name}: expected a width that is a {HEAD_DIMS}, got {width}")
     cache.check_widths("q_nope", ckv_dim, "q_pe", q_pe.shape[-1])
     check_value("row_batch", row_batch, DType.int32, [rows], cache.device)
     check_value("row_lengths", row_lengths, DType.int32, [rows], cache.device)

@@ -13,8 +13,8 @@ import numpy as np
 from max.dtype import DType
 from max.graph import Dim, StaticDim, TensorType, TensorValue, ops
 
-from paged_kv.errors import ContractError, ContractTypeError, ShapeError
-from paged_kv.graphs.checks import check_tensor, check_value, names
+from paged_kv.errors import ContractError, ShapeError
+from paged_kv.graphs.checks import check_dtype, check_rank, check_tensor, check_value, show
 from paged_kv.graphs.paged_cache import DTYPES, constant
 
 TAKE_ROWS = "paged_kv_take_rows"
@@ -44,7 +44,7 @@ def take_rows(x: TensorValue, rows: TensorValue) -> TensorValue:
     """
     check_tensor("x", x)
     if x.rank < 1:
-        raise ShapeError("x: rank 0, expected at least 1")
+        raise ShapeError("x: expected rank 1 or more, got 0")
     check_value("rows", rows, DType.int32, [None], x.device)
     if x.device.is_gpu():
         return ops.gather(x, rows, axis=0)
@@ -63,10 +63,12 @@ def take_columns(x: TensorValue, first: int, width: int, *, groups: int = 1) -> 
     """
     check_tensor("x", x)
     if x.rank != 2 or not isinstance(x.shape[1], StaticDim):
-        raise ShapeError(f"x: shape {list(x.shape)}, expected two dimensions, the second known")
+        raise ShapeError(f"x: expected two dimensions, the second static, got {show(x.shape)}")
     columns = int(x.shape[1])
     if groups < 1 or columns % groups or not 0 <= first <= first + width <= columns // groups or width < 1:
-        raise ShapeError(f"x: {columns} columns in {groups} groups have none from {first} to {first + width}")
+        raise ShapeError(
+            f"x: expected columns {first} to {first + width} in each of {groups} groups, got {columns} in all"
+        )
     if x.device.is_gpu():
         grouped = ops.reshape(x, [x.shape[0], groups, columns // groups])
         return ops.reshape(grouped[:, :, first : first + width], [x.shape[0], groups * width])
@@ -94,10 +96,9 @@ def rms_norm(
     """
     for name, value in (("x", x), ("weight", weight)):
         check_tensor(name, value)
-        if value.dtype not in DTYPES:
-            raise ContractTypeError(f"{name}: dtype {value.dtype.name} is none of {names(DTYPES)}")
+        check_dtype(name, value.dtype, DTYPES)
     if x.rank < 2:
-        raise ShapeError(f"x: rank {x.rank}, expected at least 2")
+        raise ShapeError(f"x: expected rank 2 or more, got {x.rank}")
     check_value("weight", weight, weight.dtype, [x.shape[-1]], x.device)
     if x.device.is_gpu():
         return _rms_norm_of_ops(x, weight, eps, offset, rounds_once)
@@ -135,10 +136,8 @@ def rotate(x: TensorValue, cos: TensorValue, sin: TensorValue, *, pairs: bool = 
         ContractError, ContractTypeError, ShapeError: device, dtype or shape of an argument.
     """
     check_tensor("x", x)
-    if x.dtype not in DTYPES:
-        raise ContractTypeError(f"x: dtype {x.dtype.name} is none of {names(DTYPES)}")
-    if x.rank != 3:
-        raise ShapeError(f"x: rank {x.rank}, expected 3")
+    check_dtype("x", x.dtype, DTYPES)
+    check_rank("x", x, 3)
     check_value("cos", cos, DType.float32, [x.shape[0], None], x.device)
     check_value("sin", sin, DType.float32, list(cos.shape), x.device)
     if x.device.is_gpu():
@@ -172,15 +171,13 @@ def hadamard(x: TensorValue) -> TensorValue:
         ContractTypeError, ShapeError: dtype, rank or head_dim of x.
     """
     check_tensor("x", x)
-    if x.dtype not in DTYPES:
-        raise ContractTypeError(f"x: dtype {x.dtype.name} is none of {names(DTYPES)}")
-    if x.rank != 3:
-        raise ShapeError(f"x: rank {x.rank}, expected 3")
+    check_dtype("x", x.dtype, DTYPES)
+    check_rank("x", x, 3)
     if not isinstance(x.shape[2], StaticDim):
-        raise ShapeError(f"x: head_dim {x.shape[2]} is not known while the graph is built")
+        raise ShapeError(f"x: expected a static head_dim, got {x.shape[2]}")
     head_dim = int(x.shape[2])
     if not is_hadamard_size(head_dim):
-        raise ShapeError(f"x: head_dim {head_dim} is no power of two from 8 to 512")
+        raise ShapeError(f"x: expected head_dim to be a power of two from 8 to 512, got {head_dim}")
     if x.device.is_gpu():
         return _hadamard_of_ops(x, head_dim)
     (y,) = ops.custom(HADAMARD, device=x.device, values=[x], out_types=[x.type], parameters={"head_dim": head_dim})
@@ -322,7 +319,7 @@ def choose_experts(
     _check_cpu("logits", logits)
     check_value("logits", logits, DType.float32, [None, None], logits.device)
     if jitter and (bias is not None or groups > 1 or sigmoid):
-        raise ContractError("jitter: it is for scores of a softmax, without bias and groups")
+        raise ContractError("jitter: requires scores of a softmax, without bias and groups")
     if bias is None:
         bias = constant(np.zeros(0, np.float32))
     else:
@@ -346,10 +343,9 @@ def gate_halves(x: TensorValue, clamped: tuple[float, float] | None = None) -> T
     """
     check_tensor("x", x)
     _check_cpu("x", x)
-    if x.dtype not in DTYPES:
-        raise ContractTypeError(f"x: dtype {x.dtype.name} is none of {names(DTYPES)}")
+    check_dtype("x", x.dtype, DTYPES)
     if x.rank != 2 or not isinstance(x.shape[1], StaticDim) or int(x.shape[1]) % 2:
-        raise ShapeError(f"x: shape {list(x.shape)}, expected two dimensions, the second known and even")
+        raise ShapeError(f"x: expected two dimensions, the second static and even, got {show(x.shape)}")
     (y,) = ops.custom(
         GATE_HALVES,
         device=x.device,
@@ -369,10 +365,8 @@ def weighted_sum(x: TensorValue, weights: TensorValue) -> TensorValue:
     """
     check_tensor("x", x)
     _check_cpu("x", x)
-    if x.dtype not in DTYPES:
-        raise ContractTypeError(f"x: dtype {x.dtype.name} is none of {names(DTYPES)}")
-    if x.rank != 3:
-        raise ShapeError(f"x: rank {x.rank}, expected 3")
+    check_dtype("x", x.dtype, DTYPES)
+    check_rank("x", x, 3)
     check_value("weights", weights, DType.float32, [x.shape[0], x.shape[1]], x.device)
     kind = TensorType(x.dtype, [x.shape[0], x.shape[2]], x.device)
     (y,) = ops.custom(WEIGHTED_SUM, device=x.device, values=[x, weights], out_types=[kind])
@@ -381,7 +375,7 @@ def weighted_sum(x: TensorValue, weights: TensorValue) -> TensorValue:
 
 def _check_cpu(name: str, value: TensorValue) -> None:
     if value.device.is_gpu():
-        raise ContractError(f"{name}: experts run on the CPU alone")
+        raise ContractError(f"{name}: expected the CPU, where experts run, got {value.device}")
 
 
 def widened(x: TensorValue) -> TensorValue:

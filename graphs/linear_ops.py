@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from max.dtype import DType
 from max.graph import TensorType, TensorValue, ops
 
-from paged_kv.errors import ContractError, ContractTypeError, ShapeError
-from paged_kv.graphs.checks import check_tensor, check_value, names
+from paged_kv.errors import ContractError
+from paged_kv.graphs.checks import check_dtype, check_rank, check_tensor, check_value
 from paged_kv.graphs.paged_cache import DTYPES
 
 LINEAR = "paged_kv_linear"
@@ -26,10 +26,8 @@ def linear(x: TensorValue, w: TensorValue) -> TensorValue:
 def linear_group(x: TensorValue, ws: Sequence[TensorValue]) -> list[TensorValue]:
     """`linear` of one x by each of several weights of one dtype, to the bit: on the CPU one op, which packs x once."""
     for name, value in (("x", x), *(("w", w) for w in ws)):
-        if value.rank != 2:
-            raise ShapeError(f"{name}: rank {value.rank}, expected 2")
-        if value.dtype not in DTYPES:
-            raise ContractTypeError(f"{name}: dtype {value.dtype.name} is none of {names(DTYPES)}")
+        check_rank(name, value, 2)
+        check_dtype(name, value.dtype, DTYPES)
     for w in ws:
         check_value("w", w, ws[0].dtype, [None, x.shape[1]], x.device)
     if x.device.is_gpu():
@@ -52,12 +50,10 @@ def expert_linear(x: TensorValue, w: TensorValue, experts: TensorValue) -> Tenso
     """
     for name, value, ranks in (("x", x, (2, 3)), ("w", w, (3,))):
         check_tensor(name, value)
-        if value.rank not in ranks:
-            raise ShapeError(f"{name}: rank {value.rank}, expected {' or '.join(map(str, ranks))}")
-        if value.dtype not in DTYPES:
-            raise ContractTypeError(f"{name}: dtype {value.dtype.name} is none of {names(DTYPES)}")
+        check_rank(name, value, *ranks)
+        check_dtype(name, value.dtype, DTYPES)
     if x.device.is_gpu():
-        raise ContractError("x: experts run on the CPU alone")
+        raise ContractError(f"x: expected the CPU, where experts run, got {x.device}")
     check_value("w", w, w.dtype, [None, None, x.shape[-1]], x.device)
     check_value("experts", experts, DType.int32, [x.shape[0], None if x.rank == 2 else x.shape[1]], x.device)
     tokens, choices = experts.shape

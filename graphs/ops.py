@@ -16,9 +16,8 @@ from pathlib import Path
 from max.dtype import DType
 from max.graph import Dim, TensorType, TensorValue, ops
 
-from paged_kv.errors import ContractTypeError, ShapeError
 from paged_kv.graphs.attention import ATTENTION, GpuKernel, attention, attention_at_run_time
-from paged_kv.graphs.checks import check_tensor, check_value, names
+from paged_kv.graphs.checks import check_dtype, check_rank, check_tensor, check_value
 from paged_kv.graphs.latent_ops import (
     MLA_ATTENTION,
     LatentCache,
@@ -217,8 +216,7 @@ def gather(
     heads = cache.size("num_kv_heads", num_kv_heads, cache.num_kv_heads)
     dim = cache.size("head_dim", head_dim, cache.head_dim)
     dtype = dtype or (cache.dtype if cache.kv_format is None else DType.float32)
-    if not cache.takes(dtype):
-        raise ContractTypeError(f"dtype: rows of {dtype.name} do not come out of a cache of {cache.dtype.name}")
+    check_dtype("dtype", dtype, [cache.dtype] if cache.kv_format is None else DTYPES)
     kind = TensorType(dtype, [num_tokens, heads, dim], cache.device)
     k, v = ops.inplace_custom(
         GATHER,
@@ -273,10 +271,8 @@ def merge_states(v: TensorValue, s: TensorValue) -> tuple[TensorValue, TensorVal
     state whose lse is -inf is ignored, NaN included. It accumulates in float32.
     """
     check_tensor("v", v)
-    if v.dtype not in DTYPES:
-        raise ContractTypeError(f"v: dtype {v.dtype.name} is none of {names(DTYPES)}")
-    if v.rank != 4:
-        raise ShapeError(f"v: rank {v.rank}, expected 4")
+    check_dtype("v", v.dtype, DTYPES)
+    check_rank("v", v, 4)
     rows, _, heads, head_dim = v.shape
     check_value("s", s, DType.float32, list(v.shape[:3]), v.device)
     kinds = [

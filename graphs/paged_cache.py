@@ -12,7 +12,7 @@ from max.graph import BufferValue, DeviceRef, Dim, StaticDim, TensorValue, ops
 
 from paged_kv import options
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
-from paged_kv.graphs.checks import check_value, names, show
+from paged_kv.graphs.checks import check_dtype, check_rank, check_value, show
 from paged_kv.kv_formats import FORMATS, KVFormat
 
 KVLayout = Literal["NHD", "HND", "STRIDED"]
@@ -63,20 +63,18 @@ class PagedCache:
             blocks = getattr(self, name)
             if not isinstance(blocks, BufferValue):
                 raise ContractTypeError(
-                    f"{name} must be a graph buffer (BufferType input), not {type(blocks).__name__}"
+                    f"{name}: expected a graph buffer (BufferType input), got {type(blocks).__name__}"
                 )
         k, v = self.k_blocks, self.v_blocks
-        if k.dtype not in (*KV_DTYPES, *BITS, *CODES):
-            legal = dict.fromkeys((*KV_DTYPES, *BITS, *CODES))
-            raise ContractTypeError(f"k_blocks: dtype {k.dtype.name} is none of {names([*legal])}")
+        check_dtype("k_blocks", k.dtype, [*dict.fromkeys((*KV_DTYPES, *BITS, *CODES))])
         if self.kv_format is None and k.dtype not in BITS:
             object.__setattr__(self, "kv_format", CODES.get(k.dtype))
         if self.kv_format is not None and CODES.get(k.dtype) != self.kv_format:
-            raise ContractTypeError(f"kv_format: {self.kv_format!r} does not lie in memory of {k.dtype.name}")
+            raise ContractTypeError(f"kv_format: expected one of buffers of {k.dtype.name}, got {self.kv_format!r}")
         if v.dtype != k.dtype:
-            raise ContractTypeError(f"v_blocks: dtype {v.dtype.name} differs from k_blocks' {k.dtype.name}")
+            raise ContractTypeError(f"v_blocks: expected dtype {k.dtype.name}, as k_blocks, got {v.dtype.name}")
         if v.device != k.device:
-            raise ContractError(f"v_blocks is on {v.device}, k_blocks on {k.device}")
+            raise ContractError(f"v_blocks: expected device {k.device}, as k_blocks, got {v.device}")
         self.check("lookup_table", self.lookup_table, DType.uint32, [None, None])
         if self.kv_layout == "STRIDED":
             self._check_strided()
@@ -85,26 +83,24 @@ class PagedCache:
 
     def _check_strided(self) -> None:
         for name in ("k_blocks", "v_blocks"):
-            if getattr(self, name).rank != 1:
-                raise ShapeError(f"{name}: rank {getattr(self, name).rank}, strided storage is flat (rank 1)")
+            check_rank(name, getattr(self, name), 1)
         if self.view is None:
-            raise ContractError("view is needed where kv_layout is 'STRIDED'")
+            raise ContractError("view: required where kv_layout is 'STRIDED'")
         check_value("view", self.view, DType.int64, [None], DeviceRef.CPU())
         if self.view.shape[0] not in (Dim(12), Dim(13)) and isinstance(self.view.shape[0], StaticDim):
-            raise ShapeError(f"view: {self.view.shape[0]} numbers, expected 12 or 13")
+            raise ShapeError(f"view: expected 12 or 13 numbers, got {self.view.shape[0]}")
 
     def _check_contiguous(self) -> None:
         k, v = self.k_blocks, self.v_blocks
         if self.kv_layout not in ("NHD", "HND"):
-            raise ContractError(f"kv_layout must be 'NHD' or 'HND', not {self.kv_layout!r}")
-        if k.rank not in (4, 5, 6):
-            raise ShapeError(f"k_blocks: rank {k.rank} is none of 4, 5, 6")
+            raise ContractError(f"kv_layout: expected 'NHD' or 'HND', got {self.kv_layout!r}")
+        check_rank("k_blocks", k, 4, 5, 6)
         if list(v.shape) != list(k.shape):
-            raise ShapeError(f"v_blocks: shape {show(v.shape)} differs from k_blocks' {show(k.shape)}")
+            raise ShapeError(f"v_blocks: expected shape {show(k.shape)}, as k_blocks, got {show(v.shape)}")
         if k.rank == 6 and self.kv_layout != "NHD":
-            raise ContractError("kv_layout: a buffer of all layers (rank 6) is NHD")
+            raise ContractError(f"kv_layout: expected 'NHD' of a buffer of all layers (rank 6), got {self.kv_layout!r}")
         if k.rank >= 5 and k.shape[1] != Dim(2):
-            raise ShapeError(f"k_blocks: dimension 1 must be 2 (K and V), not {k.shape[1]}")
+            raise ShapeError(f"k_blocks: expected dimension 1 to be 2 (K and V), got {k.shape[1]}")
         _ = self.head_dim  # of codes, which not all sizes hold
 
     @staticmethod
@@ -155,7 +151,7 @@ class PagedCache:
         """Return what every op over pages takes after its own tensors."""
         layers = self.k_blocks.shape[2] if self.k_blocks.rank == 6 else Dim(1)
         if layer < 0 or (isinstance(layers, StaticDim) and layer >= layers.dim):
-            raise ContractError(f"layer is {layer}, the cache has {layers}")
+            raise ContractError(f"layer: expected one of the cache's {layers} layers, got {layer}")
         view = self.view
         if view is None:
             view = constant(np.array([layer], np.int64))
@@ -170,10 +166,10 @@ class PagedCache:
         """A size of the cache, from the caller where the storage is strided; both where they agree."""
         if actual is None:
             if requested is None:
-                raise ContractError(f"{name} is needed where kv_layout is 'STRIDED'")
+                raise ContractError(f"{name}: required where kv_layout is 'STRIDED'")
             return Dim(requested)
         if requested is not None and Dim(requested) != actual:
-            raise ShapeError(f"{name} is {requested}, the cache has {actual}")
+            raise ShapeError(f"{name}: expected {actual}, as in the cache, got {requested}")
         return actual
 
 

@@ -15,7 +15,7 @@ from max.dtype import DType
 from max.graph import Dim, StaticDim, TensorType, TensorValue, ops
 
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
-from paged_kv.graphs.checks import check_value, names
+from paged_kv.graphs.checks import check_dtype, check_rank, check_value
 from paged_kv.graphs.encodings import ENCODINGS, Encoding, block_bytes, block_elements
 
 QUANTISED_LINEAR = "paged_kv_quantised_linear"
@@ -37,15 +37,14 @@ class QuantisedWeight:
 
     def __post_init__(self) -> None:
         if self.encoding not in ENCODINGS:
-            raise ContractError(f"encoding {self.encoding!r} is none of {', '.join(ENCODINGS)}")
-        if self.blocks.rank not in (2, 3):
-            raise ShapeError(f"blocks: rank {self.blocks.rank}, expected 2 or 3")
+            raise ContractError(f"encoding: expected one of {', '.join(ENCODINGS)}, got {self.encoding!r}")
+        check_rank("blocks", self.blocks, 2, 3)
         check_value("blocks", self.blocks, DType.uint8, [None] * self.blocks.rank, self.blocks.device)
         if self.blocks.device.is_gpu():
-            raise ContractError("blocks: quantised weights run on the CPU alone")
+            raise ContractError(f"blocks: expected the CPU, where quantised weights run, got {self.blocks.device}")
         size, block = self.blocks.shape[-1], block_bytes(self.encoding)
         if isinstance(size, StaticDim) and int(size) % block:
-            raise ShapeError(f"blocks: rows of {size} bytes, no multiple of a block's {block}")
+            raise ShapeError(f"blocks: expected rows of a multiple of {block} bytes, those of a block, got {size}")
 
     @property
     def elements(self) -> StaticDim | None:
@@ -87,8 +86,7 @@ def quantised_expert_linear(x: TensorValue, experts: TensorValue, *stacks: Quant
         ContractTypeError, ShapeError: dtype or shape of an argument. An expert that is none of a stack's is an error
             (`ValueError`) when the graph runs.
     """
-    if x.rank not in (2, 3):
-        raise ShapeError(f"x: rank {x.rank}, expected 2 or 3")
+    check_rank("x", x, 2, 3)
     _check_operands(x, [None] * (x.rank - 1), stacks, 3)
     count = stacks[0].blocks.shape[0]
     for stack in stacks[1:]:
@@ -115,13 +113,12 @@ def quantised_rows(weight: QuantisedWeight, rows: TensorValue, elements: Dim | i
         rows: A row that the weight does not have is an error (`ValueError`) when the graph runs.
         elements: K, where the weight's size is symbolic.
     """
-    if rows.rank != 1:
-        raise ShapeError(f"rows: rank {rows.rank}, expected 1")
+    check_rank("rows", rows, 1)
     if not rows.dtype.is_integral():
-        raise ContractTypeError(f"rows: dtype {rows.dtype.name}, expected integers")
+        raise ContractTypeError(f"rows: expected integers, got {rows.dtype.name}")
     size = weight.elements or elements
     if size is None:
-        raise ShapeError("elements: the weight's size is symbolic, and so they are needed")
+        raise ShapeError("elements: required where the weight's size is symbolic")
     (y,) = ops.custom(
         QUANTISED_ROWS,
         device=weight.blocks.device,
@@ -134,12 +131,10 @@ def quantised_rows(weight: QuantisedWeight, rows: TensorValue, elements: Dim | i
 
 def _check_operands(x: TensorValue, rows: Sequence[None], weights: Sequence[QuantisedWeight], rank: int) -> None:
     if not 1 <= len(weights) <= _MOST_WEIGHTS:
-        raise ContractError(f"weights: {len(weights)}, from 1 to {_MOST_WEIGHTS} are multiplied at once")
-    if x.dtype not in _DTYPES:
-        raise ContractTypeError(f"x: dtype {x.dtype.name} is none of {names(_DTYPES)}")
+        raise ContractError(f"weights: expected 1 to {_MOST_WEIGHTS}, got {len(weights)}")
+    check_dtype("x", x.dtype, _DTYPES)
     for weight in weights:
-        if weight.blocks.rank != rank:
-            raise ShapeError(f"blocks: rank {weight.blocks.rank}, expected {rank}")
+        check_rank("blocks", weight.blocks, rank)
         check_value("x", x, x.dtype, [*rows, weight.elements], weight.blocks.device)
 
 

@@ -8,8 +8,8 @@ import numpy as np
 from max.dtype import DType
 from max.graph import Dim, StaticDim, TensorType, TensorValue, ops
 
-from paged_kv.errors import ContractError, ContractTypeError, ShapeError
-from paged_kv.graphs.checks import check_tensor, check_value, names
+from paged_kv.errors import ContractError, ShapeError
+from paged_kv.graphs.checks import check_dtype, check_rank, check_tensor, check_value, show
 from paged_kv.graphs.paged_cache import DTYPES, constant
 from paged_kv.graphs.states import States
 
@@ -161,7 +161,7 @@ def gated_norm(
     width, count = _static("x", x), int(weight.shape[0])
     columns = count // groups
     if columns < 1 or count % groups or width % columns:
-        raise ShapeError(f"weight: {count} elements in {groups} groups do not divide x's {width} columns")
+        raise ShapeError(f"weight: expected {groups} groups that divide x's {width} columns, got {count} elements")
     flat = [ops.reshape(value, [-1, columns]) for value in (x, z)]
     (y,) = ops.custom(
         GATED_NORM,
@@ -195,7 +195,9 @@ def _recurrence(
     for name, value in (("a_log", rates), ("dt_bias", bias), *(() if delta else (("d", skip),))):
         check_value(name, value, DType.float32, [Dim(heads)], x.device)
     if values < heads or values % heads or heads % key_heads:
-        raise ShapeError(f"x: {values} values of {heads} heads, {key_heads} key heads: sizes that do not divide")
+        raise ShapeError(
+            f"x: expected {key_heads} key heads to divide {heads} heads, and these the values, got {values}"
+        )
     sizes = constant(np.array([key_heads, values // heads, *parts, tiled], np.int32))
     (o,) = ops.inplace_custom(
         LINEAR_RECURRENCE,
@@ -211,16 +213,14 @@ def _recurrence(
 def _check_float(name: str, value: TensorValue, rank: int) -> None:
     check_tensor(name, value)
     if value.device.is_gpu():
-        raise ContractError(f"{name}: recurrent layers run on the CPU alone")
-    if value.dtype not in DTYPES:
-        raise ContractTypeError(f"{name}: dtype {value.dtype.name} is none of {names(DTYPES)}")
-    if value.rank != rank:
-        raise ShapeError(f"{name}: rank {value.rank}, expected {rank}")
+        raise ContractError(f"{name}: expected the CPU, where recurrent layers run, got {value.device}")
+    check_dtype(name, value.dtype, DTYPES)
+    check_rank(name, value, rank)
 
 
 def _static(name: str, value: TensorValue) -> int:
     """The number of columns."""
     check_tensor(name, value)
     if value.rank != 2 or not isinstance(value.shape[1], StaticDim):
-        raise ShapeError(f"{name}: shape {list(value.shape)}, expected two dimensions, the second known")
+        raise ShapeError(f"{name}: expected two dimensions, the second static, got {show(value.shape)}")
     return int(value.shape[1])

@@ -8,8 +8,8 @@ import numpy as np
 from max.dtype import DType
 from max.graph import BufferValue, DeviceRef, TensorValue
 
-from paged_kv.errors import ContractError, ContractTypeError, ShapeError
-from paged_kv.graphs.checks import check_value
+from paged_kv.errors import ContractError
+from paged_kv.graphs.checks import check_dtype, check_rank, check_value
 from paged_kv.graphs.inputs import StateInputs
 from paged_kv.graphs.paged_cache import constant
 
@@ -41,12 +41,10 @@ class States:
         ):
             check_value(name, value, dtype, [None], cpu)
         if not 1 <= len(table.buffers) <= 2:
-            raise ContractError(f"buffers: {len(table.buffers)}, expected windows and perhaps matrix states")
+            raise ContractError(f"buffers: expected windows and perhaps matrix states, got {len(table.buffers)}")
         for buffer, rank in zip(table.buffers, (4, 6), strict=False):
-            if buffer.dtype != DType.float32:
-                raise ContractTypeError(f"buffers: dtype {buffer.dtype.name}, expected float32")
-            if buffer.rank != rank:
-                raise ShapeError(f"buffers: rank {buffer.rank}, expected {rank}")
+            check_dtype("buffers", buffer.dtype, [DType.float32])
+            check_rank("buffers", buffer, rank)
         return States(table, row_offsets)
 
     def of_layer(self, layer: int) -> States:
@@ -66,7 +64,7 @@ class States:
             ContractError: there are none.
         """
         if len(self.table.buffers) < 2:
-            raise ContractError("buffers: there are no matrix states")
+            raise ContractError("buffers: expected matrix states beside the windows, got none")
         return self.table.buffers[1]
 
     def operands(self, buffer: BufferValue) -> list[BufferValue | TensorValue]:

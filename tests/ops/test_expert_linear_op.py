@@ -130,13 +130,13 @@ F32, I32 = DType.float32, DType.int32
 @pytest.mark.parametrize(
     ("error", "message", "x", "w", "experts"),
     [
-        (ShapeError, "w: rank 2", (F32, [4, 8]), (F32, [5, 8]), (I32, [4, 2])),
-        (ShapeError, "x: rank 1", (F32, [8]), (F32, [3, 5, 8]), (I32, [4, 2])),
-        (ShapeError, "w: dimension 2 is 7, expected 8", (F32, [4, 8]), (F32, [3, 5, 7]), (I32, [4, 2])),
-        (ShapeError, "experts: dimension 0 is 3, expected 4", (F32, [4, 8]), (F32, [3, 5, 8]), (I32, [3, 2])),
-        (ShapeError, "experts: dimension 1 is 3, expected 2", (F32, [4, 2, 8]), (F32, [3, 5, 8]), (I32, [4, 3])),
-        (ContractTypeError, "experts: dtype int64", (F32, [4, 8]), (F32, [3, 5, 8]), (DType.int64, [4, 2])),
-        (ContractTypeError, "w: dtype int32 is none", (F32, [4, 8]), (I32, [3, 5, 8]), (I32, [4, 2])),
+        (ShapeError, "w.*rank.*got 2", (F32, [4, 8]), (F32, [5, 8]), (I32, [4, 2])),
+        (ShapeError, "x.*rank.*got 1", (F32, [8]), (F32, [3, 5, 8]), (I32, [4, 2])),
+        (ShapeError, "w: expected dimension 2 to be 8, got 7", (F32, [4, 8]), (F32, [3, 5, 7]), (I32, [4, 2])),
+        (ShapeError, "experts: expected dimension 0 to be 4, got 3", (F32, [4, 8]), (F32, [3, 5, 8]), (I32, [3, 2])),
+        (ShapeError, "experts: expected dimension 1 to be 2, got 3", (F32, [4, 2, 8]), (F32, [3, 5, 8]), (I32, [4, 3])),
+        (ContractTypeError, "experts.*got int64", (F32, [4, 8]), (F32, [3, 5, 8]), (DType.int64, [4, 2])),
+        (ContractTypeError, "w.*got int32", (F32, [4, 8]), (I32, [3, 5, 8]), (I32, [4, 2])),
     ],
 )
 def test_what_does_not_fit_is_refused_while_the_graph_is_built(error, message, x, w, experts):
@@ -148,5 +148,5 @@ def test_what_does_not_fit_is_refused_while_the_graph_is_built(error, message, x
 def test_on_a_gpu_experts_are_refused():
     gpu = DeviceRef.GPU()
     types = [TensorType(F32, [4, 8], gpu), TensorType(F32, [3, 5, 8], gpu), TensorType(I32, [4, 2], gpu)]
-    with Graph("refused", input_types=types) as graph, pytest.raises(ContractError, match="x: experts run on the CPU"):
+    with Graph("refused", input_types=types) as graph, pytest.raises(ContractError, match="x: expected the CPU"):
         ops.expert_linear(*(value.tensor for value in graph.inputs))

@@ -334,7 +334,7 @@ def test_columns_are_taken_to_the_bit(dtype):
 def test_columns_that_are_not_there_are_refused(first, width, groups):
     with Graph("refused", input_types=[TensorType(DType.float32, ["T", 28], CPU)]) as graph:
         (x,) = graph.inputs
-        with pytest.raises(ShapeError, match="x: 28 columns in"):
+        with pytest.raises(ShapeError, match=r"x: expected columns .*, got 28"):
             ops.take_columns(x.tensor, first, width, groups=groups)
 
 
@@ -413,14 +413,14 @@ X, ROWS, TABLE = TensorType(DType.float32, ["T", 8], CPU), TensorType(DType.int3
     [
         (ops.take_rows, [X, TensorType(DType.int64, ["N"], CPU)], ContractTypeError, "rows"),
         (lambda x, w: ops.rms_norm(x, w, EPS), [X, TensorType(DType.float32, [7], CPU)], ShapeError, "weight"),
-        (lambda x, w: ops.rms_norm(x, w, EPS), [ROWS, X], ContractTypeError, "x: dtype int32"),
-        (lambda x, c: ops.rotate(x, c, c), [X, TensorType(DType.float32, TABLE, CPU)], ShapeError, "x: rank 2"),
-        (ops.hadamard, [X], ShapeError, "x: rank 2"),
-        (ops.hadamard, [TensorType(DType.int32, ["T", 2, 8], CPU)], ContractTypeError, "x: dtype int32"),
-        (ops.hadamard, [TensorType(DType.float32, ["T", 2, "D"], CPU)], ShapeError, "x: head_dim D is not known"),
-        (ops.hadamard, [TensorType(DType.float32, ["T", 2, 96], CPU)], ShapeError, "x: head_dim 96 is no power of two"),
-        (ops.hadamard, [TensorType(DType.float32, ["T", 2, 4], CPU)], ShapeError, "x: head_dim 4 is no power of two"),
-        (ops.hadamard, [TensorType(DType.float32, ["T", 2, 1024], CPU)], ShapeError, "x: head_dim 1024 is no power"),
+        (lambda x, w: ops.rms_norm(x, w, EPS), [ROWS, X], ContractTypeError, "x.*got int32"),
+        (lambda x, c: ops.rotate(x, c, c), [X, TensorType(DType.float32, TABLE, CPU)], ShapeError, "x.*rank.*got 2"),
+        (ops.hadamard, [X], ShapeError, "x.*rank.*got 2"),
+        (ops.hadamard, [TensorType(DType.int32, ["T", 2, 8], CPU)], ContractTypeError, "x.*got int32"),
+        (ops.hadamard, [TensorType(DType.float32, ["T", 2, "D"], CPU)], ShapeError, "x.*head_dim, got D"),
+        (ops.hadamard, [TensorType(DType.float32, ["T", 2, 96], CPU)], ShapeError, "x.*power of two.*got 96"),
+        (ops.hadamard, [TensorType(DType.float32, ["T", 2, 4], CPU)], ShapeError, "x.*power of two.*got 4"),
+        (ops.hadamard, [TensorType(DType.float32, ["T", 2, 1024], CPU)], ShapeError, "x.*power of two.*got 1024"),
         (lambda x, y: ops.gate_units(x, y, "silu"), [X, TensorType(DType.float32, ["T", 9], CPU)], ShapeError, "up"),
         (lambda p: ops.rotary_tables(p, FREQUENCIES), [X], ContractTypeError, "positions"),
     ],

@@ -369,26 +369,26 @@ def test_a_missing_tokenizer_is_named(tmp_path, capsys):
 def test_quantised_values_of_a_graph():
     """A file that the graph builder refuses."""
     cpu = DeviceRef.CPU()
-    with pytest.raises(ShapeError, match="100 elements are no multiple of the 256 of a Q4_K block"):
+    with pytest.raises(ShapeError, match=r"elements: expected a multiple of 256.*got 100"):
         row_bytes("Q4_K", 100)
     types = [TensorType(DType.uint8, shape, cpu) for shape in ([4, 18], [4, 19], ["N", "bytes"])]
     types += [TensorType(DType.int32, ["T"], cpu), TensorType(DType.float32, ["M", 64], cpu)]
     with Graph("refused", input_types=types) as graph:
         good, ragged, symbolic, tokens, x = (value.tensor for value in graph.inputs)
-        with pytest.raises(ContractError, match="encoding 'Q8_K' is none of Q4_0, Q8_0, IQ4_NL, Q4_K"):
+        with pytest.raises(ContractError, match=r"encoding: expected one of Q4_0, .*, got 'Q8_K'"):
             QuantisedWeight(good, "Q8_K")
-        with pytest.raises(ShapeError, match="rows of 19 bytes, no multiple of a block's 18"):
+        with pytest.raises(ShapeError, match=r"blocks: expected rows of a multiple of 18 bytes.*got 19"):
             QuantisedWeight(ragged, "Q4_0")
-        with pytest.raises(ShapeError, match="elements: the weight's size is symbolic"):
+        with pytest.raises(ShapeError, match="elements: required where the weight's size is symbolic"):
             quantised_rows(QuantisedWeight(symbolic, "Q4_0"), tokens)
-        with pytest.raises(ContractError, match="weights: 0, from 1 to 12"):
+        with pytest.raises(ContractError, match="weights: expected 1 to 12, got 0"):
             quantised_linear(x)
-        with pytest.raises(ContractTypeError, match="x: dtype uint8 is none of float32, bfloat16"):
+        with pytest.raises(ContractTypeError, match="x: expected dtype float32 or bfloat16, got uint8"):
             quantised_linear(good, QuantisedWeight(good, "Q4_0"))
-        with pytest.raises(ShapeError, match="x: dimension 1 is 64, expected 32"):
+        with pytest.raises(ShapeError, match="x: expected dimension 1 to be 32, got 64"):
             quantised_linear(x, QuantisedWeight(good, "Q4_0"))
-        with pytest.raises(ContractTypeError, match="rows: dtype float32, expected integers"):
+        with pytest.raises(ContractTypeError, match="rows: expected integers, got float32"):
             quantised_rows(QuantisedWeight(good, "Q4_0"), x[:, 0])
-        with pytest.raises(ShapeError, match="rows: rank 2, expected 1"):
+        with pytest.raises(ShapeError, match="rows: expected rank 1, got 2"):
             quantised_rows(QuantisedWeight(good, "Q4_0"), good)
         graph.output()
