@@ -53,7 +53,7 @@ class StepRows:
     lengths: TensorValue
     """The tokens that it sees: those before it and itself."""
     last: TensorValue | None = None
-    """The last row of each request, `[B]`; None of some of the rows."""
+    """The last row of each request, `[B]`; None in a selection of rows."""
 
     @staticmethod
     def of(row_offsets: TensorValue, cache_lengths: TensorValue, tokens: TensorValue) -> StepRows:

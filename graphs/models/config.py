@@ -103,16 +103,15 @@ class DecoderConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     dtype: str | None
-    """The checkpoint's own, None where it does not say."""
+    """The dtype of the checkpoint, None where it names none."""
 
     fused_qkv: bool = False
     """Q, K and V are one weight, `qkv_proj`."""
     fused_gate_up: bool = False
     """Gate and up are one weight, `gate_up_proj`."""
     mlp_or_mixer: tuple[Literal["mixer", "mlp"], ...] = ()
-    """The one part of each layer, in models whose layers are attention, a recurrence or an MLP alone; empty where each
-    layer has both.
-    """
+    """What each layer is, in models whose layers are either an MLP or a mixer (attention or a recurrence), never both;
+    empty in all others."""
     mlp: Literal["mlp", "mlp.shared_experts"] = "mlp"
     """The name of the MLP among a layer's weights."""
     gated: bool = True
@@ -123,11 +122,11 @@ class DecoderConfig:
     head_bias: bool = False
     """The layer that makes the logits has a bias."""
     qk_norm: QkNorm | None = None
-    """An RMS norm of q and k: of each head before it is rotated or after it, or of all heads as one vector before. The
-    one without weights is in layers alone that rotate."""
+    """The RMS norm of q and k: of each head, before or after its rotation, or of all heads as one vector before it.
+    The norm without weights applies only in layers that rotate."""
     norm_place: NormPlace = "before"
-    """Norms stand before attention and MLP (on their input), after them (on their output), or around them. Before both:
-    one norm's output is the input of both, whose outputs are added together."""
+    """Where norms stand: before attention and MLP (on their input), after them (on their output), or around them.
+    "before both": attention and MLP share one normed input, and their outputs are added."""
     layer_norm: bool = False
     """Norms subtract the mean first (LayerNorm); else they are RMS norms."""
     norm_bias: bool = False
@@ -135,32 +134,30 @@ class DecoderConfig:
     norm_offset: float = 0.0
     """The number that is added to the weights of all norms."""
     norm_rounds_once: bool = False
-    """Norms multiply by their weight in float32, and round after it; else before it."""
+    """Norms round after the product with their weight; else before it."""
     activation: Activation = "silu"
     sm_scale: float | None = None
     """The scale of the attention scores; 1 / sqrt(head_dim) where it is None."""
     attention_cap: float = 0.0
     """Scores s become `cap * tanh(s / cap)` before the softmax; 0: they do not."""
     windows: tuple[int, ...] = ()
-    """The number of tokens that a token of each layer sees before itself, -1 for all; empty where every layer sees
-    all.
-    """
+    """Window of each layer: tokens that a token sees before itself, -1 for all; empty where every layer sees all."""
     separate_windows: bool = False
-    """The layers with a window have pages of their own, of which a request needs no more than its window; else one page
-    has K and V of all layers. Mostly the user's choice (`with_separate_windows`)."""
+    """Layers with a window have their own pages, of which a request needs no more than its window; else one page holds
+    K and V of all layers. The user's choice for most models (`with_separate_windows`)."""
     local_rope: Rope | None = None
-    """The rotation of the layers that have a window, where it is another one."""
+    """Rotation of layers with a window; None: that of the others, `rope`."""
     rotates: tuple[bool, ...] = ()
-    """Tells for each layer if q and k are rotated; empty where all are."""
+    """Whether each layer rotates q and k; empty where all do."""
     rotates_neighbours: bool = False
-    """Rotation turns elements 2i and 2i + 1 of a head; else i and i + half of what is rotated."""
+    """Rotation pairs elements 2i and 2i + 1 of a head; else i and i + half of the rotated ones."""
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
     logits_cap: float = 0.0
     """As `attention_cap`, of the logits."""
     q_growth: QueryGrowth | None = None
-    """The growth of queries with their position."""
+    """Growth of queries with their position."""
     sinks: bool = False
     """Each head has a score that joins the softmax's denominator alone."""
     attention_gate: bool = False
@@ -169,10 +166,10 @@ class DecoderConfig:
     """V has an RMS norm of each head, without weights."""
     full_heads: FullHeads | None = None
     shared_kv_layers: int = 0
-    """The last so many layers have no K and V of their own: they see those of the last layer before them of their kind,
-    with a window or without."""
+    """Number of last layers without K and V of their own: each sees those of the last earlier layer of its kind, with
+    a window or without."""
     shared_kv_mlp: int = 1
-    """The inner dimension of their MLPs is so many times that of the others."""
+    """Width multiplier of the MLPs of layers that share K and V."""
     layer_inputs: LayerInputs | None = None
     layer_scalar: bool = False
     """The output of each layer is multiplied by a number of its own."""
@@ -181,14 +178,14 @@ class DecoderConfig:
     """The layers that are recurrent, in a hybrid model."""
     experts: Experts | None = None
     draft_layers: int = 0
-    """Layers that a checkpoint has after the model's own, which draft tokens ahead; they are not read."""
+    """Number of layers after the model's own that draft tokens (multi-token prediction); they are not read."""
     encodings: tuple[tuple[str, Encoding], ...] = ()
     """The encoding of each weight that stays in blocks, by checkpoint name."""
     cache_rotation: CacheRotation | None = None
-    """The rotation of q and k after their rotary embedding, so that a cache of few bits keeps more of k
-    (docs/quantised-cache.md); no checkpoint says it, the user does (`with_cache_rotation`)."""
+    """Rotation of q and k after their rotary embedding, for caches of few bits (docs/quantised-cache.md); chosen by the
+    user (`with_cache_rotation`), never by a checkpoint."""
     float32_activations: bool = False
-    """Whatever dtype is asked for (of the cache, then): beside the blocks of a GGUF file, as llama.cpp has it."""
+    """Activations are float32 and the requested dtype is the cache's alone: GGUF blocks, as in llama.cpp."""
 
     def window_left(self, layer: int) -> int:
         """Tokens that a token sees before itself, -1 for all."""
@@ -227,7 +224,7 @@ class DecoderConfig:
 
     @property
     def last_writing_layer(self) -> int:
-        """The last layer that puts K and V into the cache, or has a state: of later ones only rows of use matter."""
+        """The last layer that writes K and V or a state; later layers compute output rows only."""
         layers = range(self.num_hidden_layers)
         return max(layer for layer in layers if self.has_kv(layer) or self.is_recurrent(layer))
 
@@ -397,7 +394,7 @@ def read_windows(fields: Fields, default: Sequence[bool] | None = None) -> tuple
 
 
 def read_rotated(fields: Fields) -> tuple[bool, ...]:
-    """Tell for each layer if it rotates q and k: `no_rope_layers` has 1 for one that does."""
+    """Whether each layer rotates q and k: `no_rope_layers` has 1 for a layer that does."""
     layers, flags = fields.layers(), fields.get("no_rope_layers")
     if not flags and isinstance(flags, list | None):
         interval = fields.integer("no_rope_layer_interval", default=4)
@@ -413,7 +410,7 @@ def read_rope(fields: Fields, head_dim: int, layer_type: str | None = None, thet
 
     Args:
         layer_type: The key in `rope_parameters` where each type of layer has its own.
-        theta: Where none is said.
+        theta: The base where the configuration has none.
     """
     rope = rope_section(fields, layer_type, theta)
     if rope is not None and layer_type is None:

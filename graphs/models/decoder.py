@@ -77,14 +77,14 @@ class DeviceStep:
 
     parameters: Parameters
     tokens: TensorValue
-    """`[T]`: of all devices the same."""
+    """`[T]`, the same on every device."""
     cache: PagedCache | LatentCache
     """The cache of the KV heads that the device has; changed in place."""
     rows: StepRows
     output_rows: TensorValue | None
-    """`[N]` int32: the rows whose hidden states are of use; all of them where it is None."""
+    """`[N]` int32: the rows whose hidden states are returned; None: all."""
     states: States | None = None
-    """The states of recurrent layers; replaced in place."""
+    """States of recurrent layers; replaced in place."""
     windows: PagedCache | None = None
     """The pages of layers with windows, where `config.separate_windows`."""
 

@@ -101,7 +101,7 @@ class Gguf:
     eps: tuple[str, str] = RMS_NORM_EPS
     """Keys of the epsilon of its norms."""
     rotates_neighbours: bool = False
-    """Rotation turns elements 2i and 2i + 1: the rows of q and k were reordered for it, and are put back."""
+    """Rotation pairs elements 2i and 2i + 1: the converter reordered the rows of q and k, and loading restores them."""
     norm_offset: float = 0.0
     """The number that the converter has added to the weights of all norms."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -121,9 +121,9 @@ class Gguf:
     reads: frozenset[str] = frozenset()
     """Keys of the metadata that `finish` asks for."""
     drafts: str | None = None
-    """The key of how many of the last layers draft tokens: text does not need them, and their tensors are not read."""
+    """Key of the number of last layers that draft tokens (multi-token prediction); their tensors are not read."""
     windows: int | None = None
-    """The layers with a window where the file has no pattern: all but each so many-th, or all where it is 0. None: the
+    """Which layers have a window where the file has no pattern: every layer except each n-th; 0: every layer. None: the
     architecture has no windows."""
     needs_window: bool = False
     """A file without `attention.sliding_window` is refused; elsewhere it has no windows."""
@@ -135,7 +135,7 @@ class Gguf:
     """Hugging Face's name of recurrent layers in `layer_types`. The file tells which they are: by a list, by how many
     lie between two that attend, or by KV heads, of which they have none. None: the architecture has no such layers."""
     mlp_or_mixer: bool = False
-    """A layer with an inner dimension is an MLP alone; the others have none."""
+    """Each layer is either an MLP or a mixer, never both; the MLPs are the layers with an inner dimension."""
     narrow_heads: bool = False
     """Layers with a window have a head_dim and KV heads of their own; `finish` gets them as `head_dim` and
     `num_key_value_heads`, those of the others as `full_head_dim` and `full_kv_heads`."""
@@ -144,11 +144,11 @@ class Gguf:
     window_theta: float | None = None
     """Its base where the file has none; that of the other layers where it is None."""
     rotates_a_part: bool = False
-    """A part of each head may be rotated."""
+    """Rotation may cover only a part of each head."""
     rope_tensors: tuple[str, ...] = ()
     """The tensors of `LLAMA_ROPE` that the file may have."""
     without_effect: frozenset[str] = frozenset()
-    """Keys of the metadata that its files have, and its models make nothing of."""
+    """Keys of the metadata that its models ignore."""
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Values without effect of keys that have none, whatever their values, elsewhere."""
 

@@ -32,13 +32,13 @@ class Experts:
     inner: int
     """The inner dimension of each expert."""
     layers: tuple[bool, ...]
-    """True for each layer that is a mixture; the others have an MLP."""
+    """Whether each layer is a mixture; the others have an MLP."""
     shared_inner: int = 0
-    """The inner dimension of the MLP that all tokens go through; 0 where there is none."""
+    """Inner dimension of the shared expert, an MLP that all tokens go through; 0: none."""
     shared_gate: bool = False
-    """Its output is multiplied by the sigmoid of a score of the token."""
+    """The shared expert's output is multiplied by the sigmoid of a score of the token."""
     groups: int = 1
-    """Experts are chosen from the `chosen_groups` groups that have the greatest scores."""
+    """Number of groups of experts; a token chooses from the `chosen_groups` groups of the greatest scores."""
     chosen_groups: int = 1
     sigmoid: bool = False
     """Scores are sigmoids. Experts are chosen by their scores plus a bias of each, `e_score_correction_bias`, which the
@@ -50,7 +50,7 @@ class Experts:
     scale: float = 1.0
     """The scale of the weights of the chosen experts."""
     router: str = "gate"
-    """Its name among a mixture's weights."""
+    """Name of the router among a mixture's weights."""
     bias: bool = False
     """The router and the experts have biases."""
     gated: bool = True
@@ -61,9 +61,8 @@ class Experts:
     """Two experts are chosen, one after the other: the greatest of the scores s that are left. Its weight is a softmax
     over those near to it, `(greatest - s) / max(|s|, greatest) <= 2 jitter` (SparseMixer, arXiv:2409.12136)."""
     parallel: bool = False
-    """The layer has its MLP too; what goes into each and comes out of it has norms of its own, the router's input is
-    normed without and then multiplied by weights of its own, and each expert's weight by a number of its own (Gemma 4).
-    """
+    """Experts run in parallel with the layer's MLP (Gemma 4): each has norms of its input and output, the router norms
+    its input without weights and scales it, and each expert's weight has a factor."""
     scales_input: bool = False
     """An expert's weight, the sigmoid of its score, multiplies what goes into it instead of what comes out."""
     transposed: bool = False

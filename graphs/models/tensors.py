@@ -39,12 +39,12 @@ NORMS = {
 
 
 PARALLEL_NORMS = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
-"""The norms of an MLP's output, and of the input and the output of the experts beside it."""
+"""Norms of the MLP's output, of the parallel experts' input, and of their output."""
 
 
 @dataclass(frozen=True)
 class TensorPart:
-    """Rows of a checkpoint's tensor that are a part of an assembled weight `[count, rows, ...]`, or `[rows, ...]`."""
+    """Rows of a checkpoint's tensor that fill a part of an assembled weight `[count, rows, ...]` or `[rows, ...]`."""
 
     name: str
     """The tensor's."""
@@ -117,18 +117,15 @@ def expected_tensors(config: DecoderConfig) -> dict[str, Shape]:
 
 
 def unused_tensors(config: DecoderConfig) -> frozenset[str]:
-    """Tensors that a checkpoint may have and the step does not use: what would make the K and V of layers that see
-    those of others.
-    """
+    """Tensors that a checkpoint may have and the step does not use: K and V of layers that see those of others."""
     shared = (layer for layer in range(config.num_hidden_layers) if config.attends(layer) and not config.has_kv(layer))
     parts = ("k_proj.weight", "v_proj.weight", "k_norm.weight", "k_proj.bias", "v_proj.bias")
     return frozenset(f"model.layers.{layer}.self_attn.{part}" for layer in shared for part in parts)
 
 
 def assembled_tensors(config: DecoderConfig, stored: Container[str] = ()) -> dict[str, Assembled]:
-    """The weights of the step that a checkpoint does not have as they are; `stored` are the names that it has.
-
-    By these alone it shows whether experts lie apart, in stacks or in MXFP4 blocks.
+    """Weights of the step that are made of tensors of another form; `stored` are the names that the checkpoint has,
+    which tell whether experts are stored one by one, in stacks or in MXFP4 blocks.
     """
     assembled: dict[str, Assembled] = {}
     encodings = dict(config.encodings)
@@ -144,7 +141,7 @@ def assembled_tensors(config: DecoderConfig, stored: Container[str] = ()) -> dic
 
 
 def least_tensors(config: DecoderConfig, stored: Container[str]) -> int:
-    """Tensors that a checkpoint of `stored` ones has at least: one a layer, and those of experts that lie apart."""
+    """Lower bound of the tensors of a checkpoint of `stored` names: one a layer, and those of single experts."""
     if config.experts is None:
         return config.num_hidden_layers
     layers = [index for index in range(config.num_hidden_layers) if config.has_experts(index)]
@@ -224,7 +221,7 @@ def _recurrent(config: DecoderConfig, recurrence: Recurrence) -> dict[str, Shape
 
 
 def _attention_parameters(config: DecoderConfig, index: int) -> dict[str, Shape]:
-    """Tensors of attention that are no linear layers."""
+    """Tensors of attention other than linear layers: norms and sinks."""
     layer: dict[str, Shape] = {}
     if config.latent is not None:
         layer["self_attn.kv_a_layernorm.weight"] = (config.latent.kv_rank,)
