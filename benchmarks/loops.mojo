@@ -25,7 +25,7 @@ from mojo_ops.attention.cpu.vectors.products import score_tile, sum_tile
 from mojo_ops.attention.cpu.vectors.queries import packed_query_dtype
 from mojo_ops.attention.cpu.vectors.segment import UnitPrefetcher
 from mojo_ops.attention.cpu.workspace import HeadLayout, SegmentWorkspace, TILE_BUFFERS
-from mojo_ops.attention.logits import Logits
+from mojo_ops.attention.logits import Logits, ScoreOptions
 from mojo_ops.attention.params import AttentionRows
 from mojo_ops.attention.row_masks import NoMasks
 from mojo_ops.cache.paged_kv_cache import DynamicKVCache
@@ -154,7 +154,7 @@ def decode_loops(clock: Clock, queries: Int, score_product: Float64, sum_product
         latent_scale=1,
     )
     var nothing = numbers.unsafe_mut_cast[False]()
-    var logits = Logits(0.1, 0, -1, nothing, False, nothing, False)
+    var logits = Logits(ScoreOptions(0.1), -1, nothing, False, nothing, False)
 
     def softmax() {var rows, var logits, var heads, var tile, var queries, var work}:
         var prefetcher = UnitPrefetcher(work[].offset_buffer(TILE_BUFFERS), HEAD_DIM)

@@ -9,7 +9,7 @@ from ..cache.pointers import constant_at, memory_at
 from ..isa.call_layout import AddressOf
 from ..isa.threads import Workers
 from .checks import check_dim, check_heads
-from .logits import Logits
+from .logits import Logits, ScoreOptions
 from .params import AttentionRows
 from .row_masks import CustomMasks, RowMasks
 
@@ -174,8 +174,7 @@ struct AttentionCall(TrivialRegisterPassable):
     def logits(self) -> Logits:
         var options = self.options[]
         return Logits(
-            scale=options.scale,
-            soft_cap=options.soft_cap,
+            ScoreOptions(options.scale, soft_cap=options.soft_cap),
             window_left=self.window_left,
             alibi_slopes=constant_at[DType.float32](self.slopes),
             has_alibi=self.num_slopes > 0,

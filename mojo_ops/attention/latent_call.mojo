@@ -9,7 +9,7 @@ from ..cache.pointers import constant_at, memory_at
 from ..isa.call_layout import AddressOf
 from ..isa.threads import Workers
 from .checks import check_dim, check_width
-from .logits import Logits
+from .logits import Logits, ScoreOptions
 from .params import AttentionRows
 from .row_masks import NoMasks
 
@@ -93,8 +93,7 @@ struct LatentCall(TrivialRegisterPassable):
         var options = self.options[]
         var logits = Logits(
             # Without a rotary part the latent one is all there is to scale.
-            scale=options.scale * (options.latent_scale if self.pe_dim == 0 else 1),
-            soft_cap=0,
+            ScoreOptions(options.scale * (options.latent_scale if self.pe_dim == 0 else 1)),
             window_left=-1,
             alibi_slopes=none,
             has_alibi=False,

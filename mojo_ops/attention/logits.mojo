@@ -11,14 +11,56 @@ comptime HeadPointer = Pointer[Float32, ImmUntrackedOrigin]
 """`[Hq]` float32, one number a query head."""
 
 
-@fieldwise_init
-struct Logits(TrivialRegisterPassable):
-    """The options of one attention call (the formula is in `README.md`)."""
+struct ScoreOptions(TrivialRegisterPassable):
+    """What turns a dot product into a score on every device: a variant of the softmax is a field here, off by default.
+
+    ALiBi, which depends on the head and the token, is added after `scale` and before the rest.
+    """
 
     var scale: Float32
     """Multiplies q . k; the product of sm_scale, q_scale and k_scale."""
     var soft_cap: Float32
     """Replaces x by `cap * tanh(x / cap)` where > 0; 0 = off."""
+
+    @always_inline
+    def __init__(out self, scale: Float32, *, soft_cap: Float32 = 0):
+        self.scale = scale
+        self.soft_cap = soft_cap
+
+    def check(self) raises:
+        if not isfinite(self.scale):
+            raise Error("sm_scale must be finite, not ", self.scale)
+        if not isfinite(self.soft_cap) or self.soft_cap < 0:
+            raise Error("logits_soft_cap must be finite and at least 0 (0 = off), not ", self.soft_cap)
+
+    @always_inline
+    def factor(self) -> Float32:
+        """Return the number that makes a dot product a base-2 score, where nothing else is done to it; otherwise 0."""
+        var factor = self.scale * LOG2E
+        return factor if self.soft_cap <= 0 and isfinite(factor) else 0
+
+    @always_inline
+    def base_2(self, scaled: SIMD[DType.float32, _]) -> type_of(scaled):
+        """The base-2 scores of scaled dot products, ALiBi included."""
+        var x = scaled
+        if self.soft_cap > 0:
+            x = soft_capped(x, self.soft_cap)
+        return x * LOG2E
+
+    def base_2_in_float64(self, scaled: Float64) -> Float64:
+        """The same in float64. A soft cap has the precision of float32."""
+        var x = scaled
+        if self.soft_cap > 0:
+            var cap = Float64(self.soft_cap)
+            x = cap * Float64(soft_capped(Float32(x / cap), 1))
+        return x * LOG2E_FLOAT64
+
+
+@fieldwise_init
+struct Logits(TrivialRegisterPassable):
+    """The options of one attention call (the formula is in `README.md`)."""
+
+    var scores: ScoreOptions
     var window_left: Int
     """Keeps the last `window_left + 1` tokens; -1 = all."""
     var alibi_slopes: HeadPointer
@@ -40,10 +82,7 @@ struct Logits(TrivialRegisterPassable):
 
     @no_inline
     def check(self) raises:
-        if not isfinite(self.scale):
-            raise Error("sm_scale must be finite, not ", self.scale)
-        if not isfinite(self.soft_cap) or self.soft_cap < 0:
-            raise Error("logits_soft_cap must be finite and at least 0 (0 = off), not ", self.soft_cap)
+        self.scores.check()
         if self.window_left < -1:
             raise Error("window_left must be at least -1 (-1 = off), not ", self.window_left)
 
@@ -54,9 +93,8 @@ struct Logits(TrivialRegisterPassable):
 
     @always_inline
     def factor(self) -> Float32:
-        """Return the number that makes a dot product a base-2 score, where nothing else is done to it; otherwise 0."""
-        var factor = self.scale * LOG2E
-        return factor if not self.has_alibi and self.soft_cap <= 0 and isfinite(factor) else 0
+        """As `ScoreOptions.factor`; 0 where there is ALiBi."""
+        return self.scores.factor() if not self.has_alibi else 0
 
     @always_inline
     def score(self, dot: SIMD[DType.float32, _], head: Int, token: Int) -> type_of(dot):
@@ -67,22 +105,17 @@ struct Logits(TrivialRegisterPassable):
     @always_inline
     def score_each(self, dot: SIMD[DType.float32, _], slope: type_of(dot), token: type_of(dot)) -> type_of(dot):
         """The base-2 scores of some pairs of a query head and a token; `slope` is the head's."""
-        var x = dot * self.scale
+        var x = dot * self.scores.scale
         if self.has_alibi:
             x = token.fma(slope, x)
-        if self.soft_cap > 0:
-            x = soft_capped(x, self.soft_cap)
-        return x * LOG2E
+        return self.scores.base_2(x)
 
     def score_in_float64(self, dot: Float64, head: Int, token: Int) -> Float64:
-        """The base-2 score of one token. A soft cap has the precision of float32."""
-        var x = dot * Float64(self.scale)
+        """The base-2 score of one token."""
+        var x = dot * Float64(self.scores.scale)
         if self.has_alibi:
             x += Float64(self.alibi_slopes[unsafe_offset=head]) * Float64(token)
-        if self.soft_cap > 0:
-            var cap = Float64(self.soft_cap)
-            x = cap * Float64(soft_capped(Float32(x / cap), 1))
-        return x * LOG2E_FLOAT64
+        return self.scores.base_2_in_float64(x)
 
     def sink_in_float64(self, head: Int) -> Float64:
         """The base-2 score of a query head's sink."""

@@ -4,7 +4,7 @@ from std.sys import is_defined
 from std.utils import IndexList
 
 from mojo_ops.attention.cpu.dispatch import attend_on_cpu
-from mojo_ops.attention.logits import Logits
+from mojo_ops.attention.logits import Logits, ScoreOptions
 from mojo_ops.attention.params import AttentionRows
 from mojo_ops.attention.row_masks import CustomMasks, NoMasks
 from mojo_ops.cache.paged_kv_cache import DynamicKVCache
@@ -35,8 +35,8 @@ def attention[dtype: DType, kv_dtype: DType](mut memory: List[Float32]):
     var q = floats.unsafe_bitcast[Scalar[dtype]]()
     var rows = AttentionRows[dtype](q, q, floats, numbers, numbers, 1, 8, 1, 0, 1, NoMasks(), q, 1)
     var cache = cache_of[kv_dtype](memory)
-    attend_on_cpu(rows, cache, cache, Logits(1, 0, -1, heads, False, heads, False), 2)
-    attend_on_cpu[rotates=True](rows, cache, cache, Logits(1, 0, -1, heads, False, heads, False), 2)
+    attend_on_cpu(rows, cache, cache, Logits(ScoreOptions(1), -1, heads, False, heads, False), 2)
+    attend_on_cpu[rotates=True](rows, cache, cache, Logits(ScoreOptions(1), -1, heads, False, heads, False), 2)
     comptime if dtype == kv_dtype:
         var bytes = numbers.unsafe_bitcast[UInt8]()
         var starts = numbers.unsafe_bitcast[Int64]()
@@ -44,9 +44,9 @@ def attention[dtype: DType, kv_dtype: DType](mut memory: List[Float32]):
         var masked = AttentionRows[dtype, DType.float32, CustomMasks](
             q, floats, floats, numbers, numbers, 1, 8, 1, 0, 1, masks, q, 1
         )
-        attend_on_cpu(masked, cache, cache, Logits(1, 0, -1, heads, False, heads, False), 2)
+        attend_on_cpu(masked, cache, cache, Logits(ScoreOptions(1), -1, heads, False, heads, False), 2)
     comptime if dtype != DType.float16:
-        attend_on_cpu[latent=True](rows, cache, cache, Logits(1, 0, -1, heads, False, heads, False), 2)
+        attend_on_cpu[latent=True](rows, cache, cache, Logits(ScoreOptions(1), -1, heads, False, heads, False), 2)
 
 
 def copies[dtype: DType](mut memory: List[Float32]):

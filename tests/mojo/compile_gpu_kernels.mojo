@@ -9,6 +9,7 @@ from mojo_ops.attention.gpu.latent import RotaryQuery, launch_latent
 from mojo_ops.attention.gpu.params import GpuAttentionParams
 from mojo_ops.attention.gpu.rope import RotaryFrequencies
 from mojo_ops.attention.gpu.row_masks import GpuCustomMasks, GpuNoMasks, GpuRowMasks
+from mojo_ops.attention.logits import ScoreOptions
 from mojo_ops.attention.merge_states import States, merge_on_gpu
 from mojo_ops.cache.paged_kv_cache import DynamicKVCache
 from mojo_ops.cache.pointers import untracked, untracked_immutable
@@ -45,8 +46,9 @@ def launch[
     var heads = floats.unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()
     var q = floats.unsafe_bitcast[Scalar[dtype]]()
     var o = floats.unsafe_bitcast[Scalar[o_dtype]]()
+    var scores = ScoreOptions(1)
     var params = GpuAttentionParams[dtype, o_dtype, Masks](
-        q, o, floats, numbers, numbers, heads, heads, 1, Int32(HEADS), Int32(DIM), 1, 1, -1, 1, 0, 1, 0, 0, masks
+        q, o, floats, numbers, numbers, heads, heads, 1, Int32(HEADS), Int32(DIM), 1, 1, -1, scores, 1, 0, 0, masks
     )
     comptime head = head_units(kv_dtype, DIM)
     var cache = DynamicKVCache[kv_dtype](
@@ -69,7 +71,7 @@ def latent[dtype: DType, o_dtype: DType, kv_dtype: DType, ROTARY_DIM: Int, HEADS
     var q = floats.unsafe_bitcast[Scalar[dtype]]()
     var o = floats.unsafe_bitcast[Scalar[o_dtype]]()
     var params = GpuAttentionParams[dtype, o_dtype](
-        q, o, floats, numbers, numbers, heads, heads, 1, 4, 512, 1, 1, -1, 1, 0, 1, 0, 0, GpuNoMasks()
+        q, o, floats, numbers, numbers, heads, heads, 1, 4, 512, 1, 1, -1, ScoreOptions(1), 1, 0, 0, GpuNoMasks()
     )
     var cache = DynamicKVCache[kv_dtype](
         floats.unsafe_bitcast[Scalar[kv_dtype]](),

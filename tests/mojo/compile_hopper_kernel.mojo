@@ -14,6 +14,7 @@ from mojo_ops.attention.gpu.hopper.kernel import attend_hopper
 from mojo_ops.attention.gpu.hopper.requirements import hopper_refusal
 from mojo_ops.attention.gpu.params import GpuAttentionParams
 from mojo_ops.attention.gpu.row_masks import GpuNoMasks
+from mojo_ops.attention.logits import ScoreOptions
 from mojo_ops.cache.paged_kv_cache import DynamicKVCache
 from mojo_ops.cache.pointers import untracked, untracked_immutable
 from mojo_ops.cache.strides import PageStrides
@@ -181,8 +182,7 @@ def check[
         batch=Int32(len(batch.lengths)),
         capacity=Int32(batch.max_pages * batch.page_size),
         window_left=Int32(options.window_left),
-        scale=Float32(1 / Float64(batch.dim) ** 0.5),
-        soft_cap=Float32(options.soft_cap),
+        scores=ScoreOptions(Float32(1 / Float64(batch.dim) ** 0.5), soft_cap=Float32(options.soft_cap)),
         v_scale=1,
         has_alibi=Int32(1 if options.alibi else 0),
         has_sinks=Int32(1 if options.sinks else 0),

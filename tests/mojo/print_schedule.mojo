@@ -13,7 +13,7 @@ from std.sys import argv
 from std.utils import IndexList
 
 from mojo_ops.attention.cpu.plan import BlockSizes, MAX_BLOCK_ROWS, plan_segments
-from mojo_ops.attention.logits import Logits
+from mojo_ops.attention.logits import Logits, ScoreOptions
 from mojo_ops.attention.row_masks import NoMasks
 from mojo_ops.cache.paged_kv_cache import DynamicKVCache
 from mojo_ops.cache.strides import PageStrides
@@ -35,7 +35,7 @@ def attention(call: Int, requests: String, rows: Int, kv_heads: Int, threads: In
             request += 1
     var sizes = BlockSizes(max(MAX_BLOCK_ROWS, rows), ceildiv(rows, 4), kv_heads)
     var none = List[Float32]()
-    var logits = Logits(1, 0, -1, untracked(none), False, untracked(none), False)
+    var logits = Logits(ScoreOptions(1), -1, untracked(none), False, untracked(none), False)
     var plan = plan_segments(untracked(row_batch), untracked(row_lengths), len(row_batch), NoMasks(), logits, sizes)
     _ = (none^, row_batch^, row_lengths^)
     plan.cut_heads(kv_heads, threads)

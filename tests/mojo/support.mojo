@@ -5,6 +5,7 @@ from std.utils import IndexList
 from mojo_ops.attention.gpu.row_page_table import RowPageTable
 from mojo_ops.attention.gpu.params import GpuAttentionParams
 from mojo_ops.attention.gpu.row_masks import GpuNoMasks
+from mojo_ops.attention.logits import ScoreOptions
 from mojo_ops.cache.paged_kv_cache import DynamicKVCache
 from mojo_ops.cache.pointers import TablePointer
 from mojo_ops.cache.strides import PageStrides, page_shape
@@ -39,8 +40,7 @@ def page_table_of(table: TablePointer, num_pages: Int, page_size: Int) -> RowPag
         batch=1,
         capacity=1,
         window_left=-1,
-        scale=1,
-        soft_cap=0,
+        scores=ScoreOptions(1),
         v_scale=1,
         has_alibi=0,
         has_sinks=0,

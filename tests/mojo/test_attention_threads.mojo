@@ -8,7 +8,7 @@ from mojo_ops.attention.cpu.dispatch import attend_on_cpu
 from mojo_ops.attention.cpu.plan import BlockSizes, MAX_BLOCK_ROWS, plan_segments
 from mojo_ops.attention.cpu.vectors.segment import TileOrder
 from mojo_ops.attention.cpu.workspace import HeadLayout
-from mojo_ops.attention.logits import Logits
+from mojo_ops.attention.logits import Logits, ScoreOptions
 from mojo_ops.attention.params import AttentionRows
 from mojo_ops.attention.row_masks import NoMasks
 from mojo_ops.cache.paged_kv_cache import DynamicKVCache
@@ -71,7 +71,7 @@ def bits_of[dtype: DType, kv_dtype: DType, rotates: Bool](threads: Int, hnd: Boo
         q_latent=queries,
         latent_scale=1,
     )
-    var logits = Logits(0.3, 0, -1, untracked(slopes), True, untracked(sinks), True)
+    var logits = Logits(ScoreOptions(0.3), -1, untracked(slopes), True, untracked(sinks), True)
     attend_on_cpu[rotates=rotates](rows, cache, cache, logits, threads)
     var bits = List[UInt32]()
     for i in range(len(o)):
@@ -115,7 +115,7 @@ def test_heads_are_cut_for_many_threads() raises:
     var row_batch: List[Int32] = [0, 1]
     var row_lengths: List[Int32] = [16384, 16384]
     var none = List[Float32]()
-    var logits = Logits(1, 0, -1, untracked(none), False, untracked(none), False)
+    var logits = Logits(ScoreOptions(1), -1, untracked(none), False, untracked(none), False)
     var short: List[Int32] = [200]
     var alone = plan_segments(
         untracked(row_batch), untracked(short), 1, NoMasks(), logits, BlockSizes(MAX_BLOCK_ROWS, Int.MAX, 8)

@@ -6,6 +6,7 @@ from std.utils import IndexList
 from mojo_ops.attention.gpu.hopper.requirements import hopper_refusal, hopper_takes
 from mojo_ops.attention.gpu.params import GpuAttentionParams
 from mojo_ops.attention.gpu.row_masks import GpuNoMasks
+from mojo_ops.attention.logits import ScoreOptions
 from mojo_ops.cache.paged_kv_cache import DynamicKVCache
 from mojo_ops.cache.strides import PageStrides
 from support import untracked_mutable
@@ -44,8 +45,7 @@ def reason[
         batch=1,
         capacity=1,
         window_left=-1,
-        scale=1,
-        soft_cap=0,
+        scores=ScoreOptions(1),
         v_scale=1,
         has_alibi=0,
         has_sinks=0,

@@ -20,7 +20,7 @@ from mojo_ops.attention.cpu.plan import (
     plan_segments,
 )
 from mojo_ops.attention.cpu.prefetch import SPAN_TOKENS
-from mojo_ops.attention.logits import Logits
+from mojo_ops.attention.logits import Logits, ScoreOptions
 from mojo_ops.attention.row_masks import NoMasks
 from support import untracked
 
@@ -32,7 +32,7 @@ def plan(
     sizes: BlockSizes = BlockSizes(MAX_BLOCK_ROWS, Int.MAX, 0),
 ) -> SegmentPlan:
     var none = List[Float32]()
-    var logits = Logits(1, 0, window_left, untracked(none), False, untracked(none), False)
+    var logits = Logits(ScoreOptions(1), window_left, untracked(none), False, untracked(none), False)
     var result = plan_segments(untracked(row_batch), untracked(row_lengths), len(row_batch), NoMasks(), logits, sizes)
     _ = none^
     return result^

@@ -11,7 +11,7 @@ from mojo_ops.attention.cpu.prefill.queries import PREFILL_MAX_QUERIES, QUERY_CO
 from mojo_ops.attention.cpu.prefill.step import STEP_TOKENS
 from mojo_ops.attention.cpu.vectors.prefill import num_score_blocks
 from mojo_ops.attention.cpu.vectors.prefill_workspace import TILES_AT_ONCE, score_tokens
-from mojo_ops.attention.logits import Logits
+from mojo_ops.attention.logits import Logits, ScoreOptions
 from mojo_ops.attention.params import AttentionRows
 from mojo_ops.attention.row_masks import NoMasks
 from mojo_ops.cache.paged_kv_cache import DynamicKVCache
@@ -104,7 +104,7 @@ def attend[
         ),
         Cache(untracked_mutable(keys), shape, strides, untracked(table), len(lengths), columns),
         Cache(untracked_mutable(values), shape, strides, untracked(table), len(lengths), columns),
-        Logits(sm_scale, 0, window_left, untracked(nothing), False, untracked(nothing), False),
+        Logits(ScoreOptions(sm_scale), window_left, untracked(nothing), False, untracked(nothing), False),
         workers,
         deterministic=deterministic,
     )

@@ -21,6 +21,7 @@ from mojo_ops.attention.gpu.split_kv import (
     fixed_max_item_tiles,
     rows_of_pass,
 )
+from mojo_ops.attention.logits import ScoreOptions
 from support import untracked, untracked_mutable
 
 comptime CAPACITY = 1 << 20
@@ -258,8 +259,7 @@ def test_rows_of_a_call_are_where_they_were() raises:
         batch=4,
         capacity=100,
         window_left=-1,
-        scale=1,
-        soft_cap=0,
+        scores=ScoreOptions(1),
         v_scale=1,
         has_alibi=1,
         has_sinks=1,

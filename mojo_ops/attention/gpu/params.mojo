@@ -6,7 +6,7 @@ from std.utils.numerics import nan
 
 from ...cache.page_table import PageTable
 from ...cache.pointers import RowPointer
-from ..logits import HeadPointer, Logits, soft_capped
+from ..logits import HeadPointer, Logits, ScoreOptions
 from ..params import AttentionRows
 from ..row_masks import RowMasks
 from ..softmax import LOG2E, MINUS_INFINITY
@@ -51,10 +51,7 @@ struct GpuAttentionParams[dtype: DType, o_dtype: DType = dtype, Masks: GpuRowMas
     var capacity: Int32
     """The most tokens that a row of the page table can hold."""
     var window_left: Int32
-    var scale: Float32
-    """Multiplies q . k; the product of sm_scale, q_scale and k_scale."""
-    var soft_cap: Float32
-    """0 = off."""
+    var scores: ScoreOptions
     var v_scale: Float32
     var has_alibi: Int32
     var has_sinks: Int32
@@ -96,8 +93,7 @@ struct GpuAttentionParams[dtype: DType, o_dtype: DType = dtype, Masks: GpuRowMas
             Int32(table.batch),
             Int32(capacity),
             Int32(window_left),
-            logits.scale,
-            logits.soft_cap,
+            logits.scores,
             rows.v_scale,
             Int32(logits.has_alibi),
             Int32(logits.has_sinks),
@@ -150,10 +146,7 @@ struct GpuAttentionParams[dtype: DType, o_dtype: DType = dtype, Masks: GpuRowMas
     @always_inline
     def score(self, dot: Float32, slope: Float32, position: Int32) -> Float32:
         """The base-2 score of the token at a position, as `Logits.score`."""
-        var x = Float32(position).fma(slope, dot * self.scale)
-        if self.soft_cap > 0:
-            x = soft_capped(x, self.soft_cap)
-        return x * LOG2E
+        return self.scores.base_2(Float32(position).fma(slope, dot * self.scores.scale))
 
     @always_inline
     def finish(self, row: Int32, head: Int32, greatest: Float32, total: Float32, writes_lse: Bool) -> Float32:
