@@ -56,29 +56,17 @@ struct PrefillTask(Movable):
             comptime if call.Choice.may_use_amx:
                 ref states = self.amx.queries
                 states.acc = split_results.acc_for(segment, result, states.own_acc)
+                var queries = call.queries[DType.bfloat16](segment, rotation)
                 attend_prefill_amx[call.latent, call.rotates](
-                    call.queries[DType.bfloat16](segment, rotation),
-                    segment,
-                    call.k,
-                    call.v,
-                    call.logits,
-                    call.heads,
-                    self.amx,
-                    rotation,
+                    queries, segment, call.k, call.v, call.logits, call.heads, self.amx, rotation
                 )
                 finish_segment[amx=True](call, segment, states, states.acc, split_results, result)
         else:
             ref states = self.vectors.queries
             states.acc = split_results.acc_for(segment, result, states.own_acc)
+            var queries = call.queries[DType.float32](segment, rotation)
             attend_prefill_vectors[call.latent, call.rotates](
-                call.queries[DType.float32](segment, rotation),
-                segment,
-                call.k,
-                call.v,
-                call.logits,
-                call.heads,
-                self.vectors,
-                rotation,
+                queries, segment, call.k, call.v, call.logits, call.heads, self.vectors, rotation
             )
             finish_segment[amx=False](call, segment, states, states.acc, split_results, result)
 
@@ -122,29 +110,15 @@ struct DecodeTask(Movable):
         workspace.acc = split_results.acc_for(segment, result, self.own_acc)
         if call.choice.uses_amx(segment.num_rows * call.heads.group):
             comptime if call.Choice.may_use_amx:
+                var queries = part.queries[DType.bfloat16](segment, rotation)
                 following = attend_segment_amx[call.rotates](
-                    part.queries[DType.bfloat16](segment, rotation),
-                    segment,
-                    part.k,
-                    part.v,
-                    part.logits,
-                    part.heads,
-                    queue,
-                    workspace,
-                    rotation,
+                    queries, segment, part.k, part.v, part.logits, part.heads, queue, workspace, rotation
                 )
                 finish_segment[amx=True](part, segment, workspace, workspace.acc, split_results, result)
         else:
+            var queries = part.queries[DType.float32](segment, rotation)
             following = attend_segment_vectors[call.rotates](
-                part.queries[DType.float32](segment, rotation),
-                segment,
-                part.k,
-                part.v,
-                part.logits,
-                part.heads,
-                queue,
-                workspace,
-                rotation,
+                queries, segment, part.k, part.v, part.logits, part.heads, queue, workspace, rotation
             )
             finish_segment[amx=False](part, segment, workspace, workspace.acc, split_results, result)
         return following
