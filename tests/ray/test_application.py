@@ -33,7 +33,9 @@ def test_the_examples_are_what_serve_run_takes(file, amount):
 def test_what_is_wrong_with_an_argument_is_said():
     with pytest.raises(pydantic.ValidationError, match=r"replica\n.*Extra inputs"):
         app({"model": "demo", "replica": 2})
-    with pytest.raises(pydantic.ValidationError, match="max_replica is no field"):
+    with pytest.raises(
+        pydantic.ValidationError, match="expected fields of Ray Serve's autoscaling_config, got max_replica"
+    ):
         app({"model": "demo", "autoscaling": {"min_replicas": 1, "max_replica": 1}})
     with pytest.raises(ContractError, match=r"--kv-disk-gb must be above 0 and below 10\^9, not 2000000000.0"):
         app({"model": "demo", "kv_disk": "kv", "kv_disk_gb": 2e9})

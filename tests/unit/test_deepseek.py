@@ -206,7 +206,7 @@ def test_a_tensor_of_a_stack_is_named_in_errors(small, name):
     with pytest.raises(CheckpointError, match=rf"tensor {name} is missing"):
         open_checkpoint(folder).load(config, DType.float32)
     save_file(cut | {name: tensors[name][:-1].contiguous()}, folder / SINGLE_FILE)
-    with pytest.raises(CheckpointError, match=rf"tensor {name} has shape \[\d+, \d+\], expected"):
+    with pytest.raises(CheckpointError, match=rf"tensor {name}: expected shape .*, got \[\d+, \d+\]"):
         open_checkpoint(folder).load(config, DType.float32)
 
 

@@ -163,7 +163,7 @@ def test_scales_that_are_not_finite(tmp_path, encoding, scale):
             gguf_blocks.set_quarters(blocks[-1:], [scale])
         else:
             blocks[-1, at : at + 2] = 255 if encoding == "MXFP4" else np.array([scale], np.float16).view(np.uint8)
-        problem = rf"tensor blk\.1\.ffn_up\.weight: row {len(data) - 1} has the scale {scale}, a finite one is expected"
+        problem = rf"tensor blk\.1\.ffn_up\.weight: row {len(data) - 1}: expected a finite scale, got {scale}"
         refused(checkpoint.load, checkpoint.config, DType.float32, match=problem)
         blocks[-1] = right
 
@@ -182,7 +182,12 @@ def test_numbers_beside_blocks_of_nvfp4(tmp_path):
     for wrong in ([1.0, 2.0], [np.inf], [1e38]):
         file = write(tmp_path / "wrong.gguf", encoding_of=lambda _: "NVFP4", more_tensors={"blk.0.ffn_up.scale": wrong})
         checkpoint = open_gguf(file)
-        refused(checkpoint.load, checkpoint.config, DType.float32, match=r"blk\.0\.ffn_up\.(scale has|weight: a scale)")
+        refused(
+            checkpoint.load,
+            checkpoint.config,
+            DType.float32,
+            match=r"blk\.0\.ffn_up\.(scale: expected one F32|weight: a scale)",
+        )
 
 
 def test_numbers_of_experts_in_nvfp4():
@@ -292,19 +297,20 @@ def test_no_encoding_up_to_the_last_is_a_number():
     ("written", "message"),
     [
         ({"drop": ["context_length"]}, "max_position_embeddings is missing"),
-        ({"drop": ["block_count"]}, "llama.block_count = None: a positive integer"),
-        ({"drop": ["attention.head_count"]}, "llama.attention.head_count = None: a positive integer"),
+        ({"drop": ["block_count"]}, "llama.block_count: expected a positive integer below 2^31, got None"),
+        ({"drop": ["attention.head_count"]}, "llama.attention.head_count: expected a positive integer below 2^31"),
         ({"drop": ["token_embd.weight"]}, "tensor token_embd.weight is missing"),
         ({"drop": ["blk.1.ffn_up.weight"]}, "tensor blk.1.ffn_up.weight is missing"),
         ({"encoding_of": lambda name: "Q8_K" if "blk.0.ffn_up" in name else "Q4_0"},
-         "tensor blk.0.ffn_up.weight has encoding Q8_K, expected one of F32, F16, BF16, Q4_0, Q8_0, IQ4_NL, Q4_K,"
+         "tensor blk.0.ffn_up.weight: expected encoding F32, F16, BF16, Q4_0, Q8_0, IQ4_NL, Q4_K,"
          " Q5_K, Q6_K, IQ4_XS, MXFP4, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, TQ1_0, TQ2_0, IQ1_S, IQ1_M, IQ2_XXS, IQ2_XS, IQ2_S,"
-         " IQ3_XXS, IQ3_S, NVFP4, Q1_0: download the model's Q4_K_M, Q8_0 or Q2_K file"),
-        ({"metadata": {"llama.expert_count": 8}}, "llama.expert_used_count = None: a positive integer"),
-        ({"metadata": {"split.count": 3}}, "split.count = 3: a part is expected to be named as NAME-00001-of-"),
-        ({"metadata": {"llama.rope.dimension_count": 16}}, "llama.rope.dimension_count = 16: a part of head_dim = 32"),
+         " IQ3_XXS, IQ3_S, NVFP4, Q1_0, got Q8_K: download the model's Q4_K_M, Q8_0 or Q2_K file"),
+        ({"metadata": {"llama.expert_count": 8}}, "llama.expert_used_count: expected a positive integer below 2^31"),
+        ({"metadata": {"split.count": 3}}, "name: expected NAME-00001-of-00003.gguf for a part of split.count = 3"),
+        ({"metadata": {"llama.rope.dimension_count": 16}},
+         "llama.rope.dimension_count: expected head_dim = 32 for llama, got 16"),
         ({"drop": ["attention.value_length"], "metadata": {"llama.attention.value_length": 16}},
-         "llama.attention.value_length = 16: differs from attention.key_length = 32"),
+         "llama.attention.value_length: expected attention.key_length = 32, got 16"),
         ({"more_tensors": {"blk.0.attn_sinks.weight": [1.0] * 8}}, "tensor blk.0.attn_sinks.weight is no part"),
     ],
 )  # fmt: skip
@@ -317,7 +323,7 @@ def test_what_is_not_run_is_refused(tmp_path, written, message):
 def test_a_wrong_shape_is_refused(tmp_path):
     checkpoint = open_gguf(write(tmp_path / "model.gguf"))
     larger = dataclasses.replace(checkpoint.config, intermediate_size=1024)
-    message = r"blk.0.ffn_down.weight has shape \[256, 512\], expected \[256, 1024\]"
+    message = r"blk.0.ffn_down.weight: expected shape \[256, 1024\], got \[256, 512\]"
     refused(checkpoint.load, larger, DType.float32, match=message)
 
 
@@ -349,7 +355,7 @@ def test_a_tensor_of_another_encoding_than_it_says(tmp_path, encoding):
         if len(sizes) == 1:
             open_gguf(bad)
             continue
-        refused(open_gguf, bad, match=r"bad\.gguf: (tensor \S+ begins at offset \d+|cut short)")
+        refused(open_gguf, bad, match=r"bad\.gguf: (tensor \S+: expected offset \d+|cut short)")
 
 
 def test_which_file_is_meant(tmp_path):

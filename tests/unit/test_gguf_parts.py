@@ -108,9 +108,12 @@ FAULTS = {
     "other count": (lambda parts: renumber(parts[1], count=4), r"00002-of-00003\.gguf: split\.count = 4, expected 3"),
     "all counts": (
         lambda parts: [renumber(part, count=4) for part in parts],
-        r"0000\d-of-00003\.gguf: split\.count = 4: a part is expected to be named as NAME-00001-of-00004\.gguf",
+        r"0000\d-of-00003\.gguf: name: expected NAME-00001-of-00004\.gguf for a part of split\.count = 4$",
     ),
-    "no count": (lambda parts: renumber(parts[0], count=0), r"tiny-00001-of-00003\.gguf: split\.count = 0: a number"),
+    "no count": (
+        lambda parts: renumber(parts[0], count=0),
+        r"tiny-00001-of-00003\.gguf: split\.count: expected a number of parts or tensors, got 0$",
+    ),
     "one": (lambda parts: renumber(parts[0], count=1), r"00001-of-00003\.gguf: split\.tensors\.count = 21, but .* 8"),
     "other tensors": (
         lambda parts: renumber(parts[2], tensors=20),
@@ -122,15 +125,15 @@ FAULTS = {
     ),
     "negative tensors": (
         lambda parts: [renumber(part, tensors=-1) for part in parts],
-        r"tiny-00001-of-00003\.gguf: split\.tensors\.count = -1: a number of parts or tensors",
+        r"tiny-00001-of-00003\.gguf: split\.tensors\.count: expected a number of parts or tensors, got -1$",
     ),
     "other model": (
         lambda parts: of_another_model(parts[1]),
-        r"tiny-00002-of-00003\.gguf: general\.architecture = 'qwen2' is not what .*: a part of another model",
+        r"tiny-00002-of-00003\.gguf: general\.architecture: expected that of .*, got 'qwen2': a part of another model",
     ),
     "renamed": (
         lambda parts: parts[0].rename(parts[0].with_name("model.gguf")),
-        r"model\.gguf: split\.count = 3: a part is expected to be named as",
+        r"model\.gguf: name: expected .* for a part of split\.count = 3$",
     ),
     "other name": (
         lambda parts: parts[1].rename(parts[1].with_name("other-00002-of-00003.gguf")),

@@ -400,39 +400,63 @@ def changed(said, key, index, value):
 
 
 BPE_FAULTS = {
-    "kind": (lambda s: s | {"model": "bert"}, r"model = 'bert': only \"gpt2\" and \"llama\""),
-    "no kind": (lambda s: s | {"model": None}, "model = None: only"),
+    "kind": (lambda s: s | {"model": "bert"}, r"model: expected \"gpt2\" or \"llama\".*, got 'bert'$"),
+    "no kind": (lambda s: s | {"model": None}, "model: expected .*, got None$"),
     "split": (
         lambda s: s | {"pre": "kimi-k2"},
-        "pre = 'kimi-k2': how it splits a text is not known .* put the model's own tokenizer.json beside the file",
+        "pre: expected a split .*, got 'kimi-k2': put the model's own tokenizer.json beside the file",
     ),
-    "split of another type": (lambda s: s | {"pre": 5}, "pre = 5: how it splits"),
-    "no tokens": (lambda s: s | {"tokens": [1, 2]}, "tokens = .*: an array of strings"),
-    "twice": (lambda s: changed(s, "tokens", 300, s["tokens"][299]), "tokens = '.*': token 300 is there before"),
-    "a byte": (lambda s: changed(s, "tokens", 5, "bytes"), "tokens = 906: 1 of 256 bytes are no tokens"),
-    "long": (lambda s: changed(s, "tokens", 400, "a" * 70_000), "tokens = 'token 400': it has 70000 bytes"),
-    "types": (lambda s: s | {"token_type": s["token_type"][:-1]}, "token_type = 905: there are 906 tokens"),
-    "a type": (lambda s: changed(s, "token_type", 7, 9), "token_type = 9: 0 to 6 are expected"),
-    "type of types": (lambda s: s | {"token_type": [1.0] * 906}, "token_type = .*: an array of numbers"),
-    "no merges": (lambda s: s | {"merges": None}, "merges = None: an array of strings"),
-    "left": (lambda s: changed(s, "merges", 3, "nothere a"), "merges = 'nothere a': merge 3 is not of two tokens"),
+    "split of another type": (lambda s: s | {"pre": 5}, "pre: expected a split .*, got 5: put"),
+    "no tokens": (lambda s: s | {"tokens": [1, 2]}, "tokens: expected an array of strings, got"),
+    "twice": (
+        lambda s: changed(s, "tokens", 300, s["tokens"][299]),
+        r"tokens\[300\]: expected a token that is not there before, got '.*'$",
+    ),
+    "a byte": (lambda s: changed(s, "tokens", 5, "bytes"), "tokens: expected a token for each of 256 bytes, got 255$"),
+    "long": (
+        lambda s: changed(s, "tokens", 400, "a" * 70_000),
+        r"tokens\[400\]: expected at most \d+ bytes, got 70000$",
+    ),
+    "types": (
+        lambda s: s | {"token_type": s["token_type"][:-1]},
+        "token_type: expected as many as tokens, 906, got 905$",
+    ),
+    "a type": (lambda s: changed(s, "token_type", 7, 9), "token_type: expected 0 to 6, got 9$"),
+    "type of types": (lambda s: s | {"token_type": [1.0] * 906}, "token_type: expected an array of numbers, got"),
+    "no merges": (lambda s: s | {"merges": None}, "merges: expected an array of strings, got None$"),
+    "left": (
+        lambda s: changed(s, "merges", 3, "nothere a"),
+        r"merges\[3\]: expected two tokens that make a third, got 'nothere a'$",
+    ),
     "right": (lambda s: changed(s, "merges", 3, "a nothere"), "merge 3 is not of two tokens that make a third"),
-    "result": (lambda s: changed(s, "merges", 3, "Z Z"), "merges = 'Z Z': merge 3 is not of two"),
-    "one": (lambda s: changed(s, "merges", 3, "the"), "merges = 'the': merge 3 is not of two"),
+    "result": (lambda s: changed(s, "merges", 3, "Z Z"), r"merges\[3\]: expected two tokens .*, got 'Z Z'$"),
+    "one": (lambda s: changed(s, "merges", 3, "the"), r"merges\[3\]: expected two tokens .*, got 'the'$"),
     "again": (lambda s: changed(s, "merges", 3, s["merges"][2]), "merge 3 is there before"),
-    "many": (lambda s: s | {"merges": s["merges"] * 20}, r"merges = \d+: the tokens can be made in \d+ ways"),
-    "bos": (lambda s: s | {"bos_token_id": 906}, "bos_token_id = 906: a token from 0 to 905"),
-    "bos of another type": (lambda s: s | {"bos_token_id": "<s>"}, "bos_token_id = '<s>': a token from 0"),
-    "empty bos": (lambda s: changed(s, "tokens", 905, "") | {"bos_token_id": 905}, "bos_token_id = 905: .* is empty"),
-    "no bos": (lambda s: s | {"add_bos_token": True}, "add_bos_token = True: but the file does not say which"),
-    "flag": (lambda s: s | {"add_bos_token": 1}, "add_bos_token = 1: true or false"),
+    "many": (
+        lambda s: s | {"merges": s["merges"] * 20},
+        r"merges: expected at most \d+, the ways to make the tokens, got \d+$",
+    ),
+    "bos": (lambda s: s | {"bos_token_id": 906}, "bos_token_id: expected a token from 0 to 905, got 906$"),
+    "bos of another type": (
+        lambda s: s | {"bos_token_id": "<s>"},
+        "bos_token_id: expected a token from 0 to .*, got '<s>'$",
+    ),
+    "empty bos": (
+        lambda s: changed(s, "tokens", 905, "") | {"bos_token_id": 905},
+        "bos_token_id: expected a token that is not empty, got 905$",
+    ),
+    "no bos": (lambda s: s | {"add_bos_token": True}, "add_bos_token: expected false without bos_token_id, got True$"),
+    "flag": (lambda s: s | {"add_bos_token": 1}, "add_bos_token: expected true or false, got 1$"),
 }
 SPM_FAULTS = {
-    "scores": (lambda s: s | {"scores": s["scores"][1:]}, r"scores = \d+: there are \d+ tokens"),
-    "a score": (lambda s: changed(s, "scores", 500, float("nan")), "scores = nan: finite numbers"),
+    "scores": (lambda s: s | {"scores": s["scores"][1:]}, r"scores: expected as many as tokens, \d+, got \d+$"),
+    "a score": (lambda s: changed(s, "scores", 500, float("nan")), "scores: expected finite numbers, got nan$"),
     "bytes": (lambda s: changed(s, "tokens", 20, "<0x1>"), "255 of the 256 bytes are tokens"),
-    "unknown": (lambda s: s | {"unknown_token_id": 10**6}, "unknown_token_id = 1000000: a token from 0"),
-    "prefix": (lambda s: s | {"add_space_prefix": "yes"}, "add_space_prefix = 'yes': true or false"),
+    "unknown": (
+        lambda s: s | {"unknown_token_id": 10**6},
+        "unknown_token_id: expected a token from 0 to .*, got 1000000$",
+    ),
+    "prefix": (lambda s: s | {"add_space_prefix": "yes"}, "add_space_prefix: expected true or false, got 'yes'$"),
     "twice": (lambda s: changed(s, "tokens", 300, "▁the"), "'▁the': token .* is there before"),
 }
 
@@ -451,14 +475,14 @@ def test_damaged_vocabularies_are_refused(tmp_path, kind):
 def test_no_unknown_and_no_bytes(tmp_path):
     said = sentencepiece(True, False)[1]
     said = changed(said, "token_type", 0, NORMAL) | {"unknown_token_id": None}
-    refused(make_tokenizer, header(tmp_path, said), match="neither bytes nor an unknown token are among them")
+    refused(make_tokenizer, header(tmp_path, said), match="tokens: expected bytes or an unknown token among them, got")
 
 
 def test_bytes_that_are_no_text(tmp_path):
     said = byte_level("qwen2")[1]
     file = header(tmp_path, said).file
     file.write_bytes(file.read_bytes().replace("Ġthe".encode(), b"\xff\xfethe", 1))
-    refused(make_tokenizer, read_header(file), match=r"tokens = .*: string \d+ is not UTF-8")
+    refused(make_tokenizer, read_header(file), match=r"tokens\[\d+\]: expected UTF-8, got")
 
 
 @pytest.fixture
@@ -503,7 +527,7 @@ def test_more_tokens_than_embeddings(model):
     tensors = dict(checkpoint.header.tensors)
     tensors["token_embd.weight"] = tensors["blk.0.attn_q.weight"]  # of 256 rows
     few = dataclasses.replace(checkpoint.header, tensors=tensors)
-    refused(make_tokenizer, few, match="tokens = 906: there are embeddings of 256 tokens")
+    refused(make_tokenizer, few, match="tokens: expected at most 256, as there are embeddings, got 906$")
 
 
 def test_a_tokenizer_beside_the_file_comes_first(model):

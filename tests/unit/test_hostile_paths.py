@@ -62,7 +62,7 @@ def test_what_is_not_there_is_named(tmp_path, call, name, said):
 @pytest.mark.parametrize("path", [None, 5, b"model", ["model"]])
 def test_what_is_no_path(path):
     for call in (open_source, open_gguf, load_config):
-        with pytest.raises(ContractTypeError, match="path must be a string"):
+        with pytest.raises(ContractTypeError, match="path: expected a string"):
             call(path)
 
 

@@ -153,16 +153,16 @@ def test_sources_that_are_edited_meanwhile_leave_no_file(tmp_path, monkeypatch):
 
 def test_another_architecture_is_refused(tmp_path, compiles, monkeypatch):
     monkeypatch.setattr(kernel_build.platform, "machine", lambda: "aarch64")
-    with pytest.raises(ToolchainError, match=r"^kernels are compiled ahead on x86-64, and this is aarch64$"):
+    with pytest.raises(ToolchainError, match=r"^kernels are compiled ahead on a machine of x86-64, got aarch64$"):
         build(BUNDLES, tmp_path, ["haswell"])
     assert compiles == []
     assert not list(tmp_path.iterdir())
 
 
 def test_unknown_names_and_places_are_refused(tmp_path, compiles):
-    with pytest.raises(ContractError, match=r"^target 'pentium' is none of graniterapids, "):
+    with pytest.raises(ContractError, match=r"^target: expected one of graniterapids, .*, got 'pentium'$"):
         build(BUNDLES, tmp_path, ["haswell", "pentium"])
-    with pytest.raises(ContractError, match=r"^bundle 'all' is none of pages_uint8_uint8, "):
+    with pytest.raises(ContractError, match=r"^bundle: expected one of pages_uint8_uint8, .*, got 'all'$"):
         build(BUNDLES, tmp_path, only=["all"])
     (tmp_path / "file").touch()
     with pytest.raises(ToolchainError, match=r"file: (File exists|Not a directory)$"):
@@ -180,5 +180,5 @@ def test_the_command(tmp_path, compiles):
     assert sorted(compiles) == [("haswell", "merge_float32"), ("znver5", "merge_float32")]
     result = run("--targets", "haswell,pentium")
     assert result.exit_code == 1
-    assert "target 'pentium' is none of" in result.stderr
+    assert "target: expected one of " in result.stderr
     assert run("--jobs", "0").exit_code == 2

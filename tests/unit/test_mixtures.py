@@ -231,8 +231,8 @@ def test_damaged_blocks_are_named(tmp_path):
     nan[3, 63, 0] = mxfp4.NAN
     for changed, message in (
         ({scales: nan}, f"tensor {scales} has a scale that is NaN"),
-        ({scales: tensors[scales][:, :-1].contiguous()}, rf"tensor {scales} has shape \[4, 63, 1\], expected"),
-        ({blocks: tensors[blocks].float()}, f"tensor {blocks} has dtype F32, expected U8"),
+        ({scales: tensors[scales][:, :-1].contiguous()}, rf"tensor {scales}: expected shape .*, got \[4, 63, 1\]"),
+        ({blocks: tensors[blocks].float()}, f"tensor {blocks}: expected dtype U8, got F32"),
         ({f"{EXPERTS}.down_proj": torch.zeros(4, 32, 64)}, f"tensor {EXPERTS}.down_proj is no part of the model"),
     ):
         refused(load, tmp_path, config, tensors | changed, match=message)

@@ -208,9 +208,9 @@ FAULTS = {
     "shape": (
         "gptq 4",
         change("scales", lambda v: v[:-1].clone()),
-        r"k_proj\.scales has shape \[3, 32\], expected",
+        r"k_proj\.scales: expected shape .*, got \[3, 32\]",
     ),
-    "dtype": ("awq 4", change("qweight", lambda v: v.float()), r"k_proj\.qweight has dtype F32, expected I32"),
+    "dtype": ("awq 4", change("qweight", lambda v: v.float()), r"k_proj\.qweight: expected dtype I32, got F32"),
     "scale": ("awq 4", change("scales", with_nan), r"layer \S+k_proj: a scale is not finite"),
     "order": ("gptq 4 order", change("g_idx", lambda v: v * 0), r"k_proj: g_idx does not put 16 inputs into each of 4"),
     "shape tensor": (
@@ -236,12 +236,12 @@ FAULTS = {
     "float8's dtype": (
         "fp8 8",
         change("weight", lambda v: v.float()),
-        r"k_proj\.weight has dtype F32, expected F8_E4M3",
+        r"k_proj\.weight: expected dtype F8_E4M3, got F32",
     ),
     "float8's blocks": (
         "fp8 8 blocks",
         change("weight_scale_inv", lambda v: v[:, :-1].clone()),
-        r"k_proj\.weight_scale_inv has shape \[2, 3\], expected \[2, 4\]",
+        r"k_proj\.weight_scale_inv: expected shape \[2, 4\], got \[2, 3\]",
     ),
     "float8's scale": (
         "fp8 8",
@@ -251,7 +251,7 @@ FAULTS = {
     "scales of columns": (
         "compressed-tensors 8 float rows",
         change("weight_scale", lambda v: v.T.contiguous()),
-        r"k_proj\.weight_scale has shape \[1, 32\], expected \[32, 1\]",
+        r"k_proj\.weight_scale: expected shape \[32, 1\], got \[1, 32\]",
     ),
     "float4's scale": (
         "compressed-tensors 4 mxfp4",

@@ -85,7 +85,7 @@ def test_a_row_is_known_by_all_that_it_says_and_a_folder_by_its_run(tmp_path):
         ("dtype", replace(mine, model=Model("demo", "bfloat16"))),
         ("cache_dtype", replace(mine, model=Model("demo", cache_dtype="int8"))),
     ):
-        with pytest.raises(ContractError, match=f"results of another run: {name} is"):
+        with pytest.raises(ContractError, match=f"results of another run: {name}: expected"):
             other.enter()
     (tmp_path / ".run.json").unlink()
     finish(engine(), mine, ROWS[:1])
@@ -107,10 +107,10 @@ def test_rows_are_read_as_they_are_written_and_without_columns_that_say_nothing(
     assert list(rows_of(tmp_path / "in", mine)) == rows
     (tmp_path / "in" / "b.json").write_text("[1]\n")
     for file, text, reason in (
-        ("b.json", "[1]\n", "line 1: is no JSON object"),
-        ("b.json", lines[0] + "{half", "line 2: is no JSON object"),
-        ("b.json", '{"prompt": "x"}', "line 1: has no column 'id'; it has prompt"),
-        ("c.txt", "x", "no file or folder of JSON lines"),
+        ("b.json", "[1]\n", "line 1: expected a JSON object"),
+        ("b.json", lines[0] + "{half", "line 2: expected a JSON object"),
+        ("b.json", '{"prompt": "x"}', "line 1: expected a column 'id', got prompt"),
+        ("c.txt", "x", "dataset: expected a file or folder of JSON lines"),
     ):
         (tmp_path / "in" / file).write_text(text)
         with pytest.raises(ContractError, match=reason):
@@ -123,10 +123,10 @@ def test_what_is_left_are_the_rows_that_are_not_written_and_say_what_they_said(t
     found = written(tmp_path)
     assert list(left(mine, found, ROWS)) == ROWS[20:]
     assert list(left(mine, {}, ROWS)) == ROWS
-    with pytest.raises(ContractError, match="row 3 says something else"):
+    with pytest.raises(ContractError, match="row 3 differs"):
         list(left(mine, found, [ROWS[0], ROWS[3] | {"max_tokens": 1}]))
     for wrong in (None, [1], 1.5):
-        with pytest.raises(ContractTypeError, match="id must be an integer or a text"):
+        with pytest.raises(ContractTypeError, match="id: expected an integer or a text"):
             list(left(mine, found, [ROWS[0] | {"id": wrong}]))
 
 

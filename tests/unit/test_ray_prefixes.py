@@ -42,7 +42,7 @@ def test_who_leaves_takes_its_blocks_and_its_place_is_used_again():
     prefixes.join("c")
     assert prefixes.match([1, 2]) == {"b": 1}
     assert prefixes.names == {"b", "c"}
-    with pytest.raises(ContractError, match="there already"):
+    with pytest.raises(ContractError, match="name: duplicate replica"):
         prefixes.join("b")
 
 

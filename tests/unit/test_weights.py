@@ -109,7 +109,7 @@ def test_a_head_beside_tied_embeddings_makes_the_logits_if_it_differs(tiny, monk
     source = open_source(folder)
     assert source.config.tie_word_embeddings == (changed is None)
     if changed == "shape":
-        refused(source.load, DType.float32, match=r"lm_head\.weight has shape \[258, 48\], expected \[259, 48\]")
+        refused(source.load, DType.float32, match=r"lm_head\.weight: expected shape \[259, 48\], got \[258, 48\]")
     else:
         loaded = source.load(DType.float32)
         theirs = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
@@ -190,7 +190,7 @@ def test_a_file_cut_short(tiny, left):
     # Of a file that ends inside its header, only the header's end is known.
     whole = len(content) if left == -1 else 8 + int.from_bytes(content[:8], "little")
     found = len(content[:left])
-    refuse(folder, config, rf"{SINGLE_FILE}: cut short: {whole} bytes expected, {found} found$")
+    refuse(folder, config, rf"{SINGLE_FILE}: cut short: expected {whole} bytes, got {found}$")
 
 
 UP, BIAS = "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias"
@@ -200,10 +200,10 @@ UP, BIAS = "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj
     ("change", "message"),
     [
         ({UP: None}, f"tensor {UP} is missing$"),
-        ({UP: torch.zeros(48, 64)}, rf"{SINGLE_FILE}: tensor {UP} has shape \[48, 64\], expected \[64, 48\]$"),
-        ({UP: torch.zeros(64 * 48)}, r"has shape \[3072\], expected \[64, 48\]$"),
+        ({UP: torch.zeros(48, 64)}, rf"{SINGLE_FILE}: tensor {UP}: expected shape \[64, 48\], got \[48, 64\]$"),
+        ({UP: torch.zeros(64 * 48)}, r"expected shape \[64, 48\], got \[3072\]$"),
         *(
-            ({UP: torch.zeros(64, 48).to(dtype)}, f"tensor {UP} has dtype {stored}, expected one of F32, BF16, F16$")
+            ({UP: torch.zeros(64, 48).to(dtype)}, f"tensor {UP}: expected dtype F32 or BF16 or F16, got {stored}$")
             for dtype, stored in ((torch.int8, "I8"), (torch.float64, "F64"), (torch.float8_e4m3fn, "F8_E4M3"))
         ),
         ({BIAS: torch.zeros(64)}, f"tensor {BIAS} is no part of the model"),
@@ -243,7 +243,7 @@ def sharded(tiny):
         ({"two.safetensors": None}, rf"{INDEX_FILE}: shard two\.safetensors is missing"),
         (
             {"two.safetensors": lambda whole: whole[:-100]},
-            r"two\.safetensors: cut short: \d+ bytes expected, \d+ found$",
+            r"two\.safetensors: cut short: expected \d+ bytes, got \d+$",
         ),
         ({"one.safetensors": "two.safetensors"}, r"tensor \S+ is in both one\.safetensors and two\.safetensors$"),
         *(

@@ -27,7 +27,7 @@ def checkpoint_path(path: Path | str) -> Path:
         CheckpointError: the system refuses it: it is too long, has a NUL byte, leads in a circle, or may not be read.
     """
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
-        raise ContractTypeError(f"a model's path must be a string or a pathlib.Path, not {type(path).__name__}")
+        raise ContractTypeError(f"path: expected a string or a pathlib.Path, got {type(path).__name__}")
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):

@@ -154,18 +154,18 @@ class GgufCheckpoint:
         matrix = len(tensor.shape) >= 2 and not name.endswith(".bias")
         encodings = (*_FLOATS, *GGUF_ENCODINGS) if matrix else tuple(_FLOATS)
         if tensor.encoding not in encodings:
-            problem = f"has encoding {tensor.encoding}, expected one of {', '.join(encodings)}"
+            problem = f"expected encoding {', '.join(encodings)}, got {tensor.encoding}"
             if matrix:
                 problem += ": download the model's Q4_K_M, Q8_0 or Q2_K file instead"
-            raise CheckpointError(f"{self.header.file}: tensor {stored} {problem}")
+            raise CheckpointError(f"{self.header.file}: tensor {stored}: {problem}")
         return tensor
 
     def _check_shapes(self, expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, GgufTensor]) -> None:
         for name, shape in expected.items():
             tensor = tensors[name]
             if tensor.shape != shape and not _is_folded(name, tensor.shape, shape):
-                problem = f"has shape {list(tensor.shape)}, expected {list(shape)}"
-                raise CheckpointError(f"{self.header.file}: tensor {printable(tensor.name)} {problem}")
+                problem = f"expected shape {list(shape)}, got {list(tensor.shape)}"
+                raise CheckpointError(f"{self.header.file}: tensor {printable(tensor.name)}: {problem}")
         used = {*(tensor.name for tensor in tensors.values()), *scaling_tensors(self.header)}
         used |= {find_family(self.header).tensor(name) for name in unused_tensors(self.config)}
         for tensor in tensors.values():
@@ -191,8 +191,8 @@ class GgufCheckpoint:
         number, experts = np.ones((), np.float32), tensor.shape[:-2]
         if scale is not None:
             if scale.encoding != "F32" or scale.shape not in ((1,), experts):
-                problem = f"has encoding {scale.encoding} and shape {list(scale.shape)}"
-                raise CheckpointError(f"{self.header.file}: tensor {printable(scale.name)} {problem}, one F32 expected")
+                problem = f"expected one F32, got {scale.encoding} of shape {list(scale.shape)}"
+                raise CheckpointError(f"{self.header.file}: tensor {printable(scale.name)}: {problem}")
             number = scale.data.view(np.float32).reshape(experts if scale.shape == experts else ())
         try:
             return nvfp4.with_number(tensor.data, number)
@@ -207,7 +207,7 @@ class GgufCheckpoint:
             if wrong.any():
                 block = int(wrong.argmax())
                 row = block * math.prod(tensor.shape[:-1]) // len(blocks)
-                problem = f"row {row} has the scale {scales[block]}, a finite one is expected"
+                problem = f"row {row}: expected a finite scale, got {scales[block]}"
                 raise CheckpointError(f"{self.header.file}: tensor {printable(tensor.name)}: {problem}")
 
     def _rows(self, name: str, data: npt.NDArray[np.uint8], config: DecoderConfig) -> npt.NDArray[np.uint8]:
@@ -232,7 +232,7 @@ class GgufCheckpoint:
             with np.errstate(divide="ignore", invalid="ignore"):
                 values = np.log(-values.astype(np.float64))
             if not np.isfinite(values).all():
-                raise CheckpointError(f"{self.header.file}: tensor {tensor.name}: numbers below zero are expected")
+                raise CheckpointError(f"{self.header.file}: tensor {tensor.name}: expected numbers below zero")
         with np.errstate(over="ignore"):  # a float16 that overflows to infinity is what the cast means
             return np.ascontiguousarray(values.astype(numpy_dtype(dtype), copy=False))
 

@@ -57,7 +57,7 @@ def find_family(header: GgufHeader) -> Gguf:
     name = header.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in GGUF_FAMILIES:
         names = ", ".join(GGUF_FAMILIES)
-        raise CheckpointError(f"{header.file}: general.architecture = {printable(name)}: none of {names}")
+        raise CheckpointError(f"{header.file}: general.architecture: expected one of {names}, got {printable(name)}")
     return GGUF_FAMILIES[name]
 
 
@@ -110,13 +110,12 @@ class _Heads(NamedTuple):
         default = metadata.integer("embedding_length") // metadata.integer("attention.head_count")
         dim = metadata.integer("attention.key_length", default=default)
         if metadata.integer("attention.value_length", default=default) != dim:
-            raise metadata.error("attention.value_length", f"differs from attention.key_length = {dim}")
+            raise metadata.error("attention.value_length", f"expected attention.key_length = {dim}")
         rotated = metadata.integer("rope.dimension_count", default=dim)
         if rotated != dim and not family.rotates_a_part:
-            problem = f"a part of head_dim = {dim} is not supported for {metadata.prefix}"
-            raise metadata.error("rope.dimension_count", problem)
+            raise metadata.error("rope.dimension_count", f"expected head_dim = {dim} for {metadata.prefix}")
         if rotated > dim or (rotated != dim and rotated % 2):
-            raise metadata.error("rope.dimension_count", f"an even number up to head_dim = {dim} is expected")
+            raise metadata.error("rope.dimension_count", f"expected an even number up to head_dim = {dim}")
         return cls(dim, rotated, dim, rotated)
 
     @property
@@ -128,7 +127,7 @@ class _Heads(NamedTuple):
         """The heads of a family whose layers with a window have heads of their own."""
         dim = metadata.integer("attention.key_length_swa", default=self.dim)
         if metadata.integer("attention.value_length_swa", default=self.dim) != dim:
-            raise metadata.error("attention.value_length_swa", f"differs from attention.key_length_swa = {dim}")
+            raise metadata.error("attention.value_length_swa", f"expected attention.key_length_swa = {dim}")
         return self._replace(windowed_dim=dim, windowed_rotated=dim)
 
 
@@ -159,7 +158,7 @@ def _drafting_layers(metadata: Metadata, family: Gguf) -> dict[str, Any]:
         return {}
     count, drafts = metadata.integer("block_count"), metadata.integer(family.drafts, 0, least=0)
     if drafts >= count:
-        raise metadata.error(family.drafts, f"fewer than block_count = {count} is expected")
+        raise metadata.error(family.drafts, f"expected fewer than block_count = {count}")
     return {"num_hidden_layers": count - drafts, "num_nextn_predict_layers": drafts}
 
 
@@ -276,11 +275,11 @@ def _windowed_layers(metadata: Metadata, family: Gguf) -> list[bool]:
     pattern, period = metadata.get(name), family.windows
     if isinstance(pattern, np.ndarray):
         if pattern.size != layers or pattern.dtype.kind not in "biu":
-            raise metadata.error(name, f"a number, or as many as block_count = {layers}, is expected")
+            raise metadata.error(name, f"expected a number, or as many as block_count = {layers}")
         return [bool(is_narrow) for is_narrow in pattern]
     if pattern is not None:
         if not isinstance(pattern, int) or isinstance(pattern, bool) or pattern < 0:
-            raise metadata.error(name, f"a number, or as many as block_count = {layers}, is expected")
+            raise metadata.error(name, f"expected a number, or as many as block_count = {layers}")
         period = pattern
     return [period == 0 or index % period < period - 1 for index in range(layers)]
 
@@ -295,7 +294,7 @@ def _recurrent_layers(metadata: Metadata, family: Gguf) -> list[str]:
         interval = metadata.integer("full_attention_interval", 4)
         recurrent = np.arange(1, layers + 1) % interval != 0
     if not isinstance(recurrent, np.ndarray) or recurrent.size != layers or recurrent.dtype.kind not in "biu":
-        raise metadata.error(name, f"a list of block_count = {layers} entries is expected")
+        raise metadata.error(name, f"expected a list of block_count = {layers} entries")
     types = [family.recurrent or "" if is_recurrent else "full_attention" for is_recurrent in recurrent]
     inner = metadata.get("feed_forward_length")
     if family.mlp_or_mixer and isinstance(inner, np.ndarray) and inner.size == layers:
@@ -309,7 +308,7 @@ def _of_some_layers(metadata: Metadata, name: str) -> int | None:
     if isinstance(value, np.ndarray):
         counts = set(value.tolist()) - {0}
         if len(counts) > 1:
-            raise metadata.error(name, "one number and 0 are expected")
+            raise metadata.error(name, "expected one number and 0")
         return int(counts.pop()) if counts else None
     return None if value is None else metadata.integer(name)
 
@@ -326,7 +325,7 @@ def _kv_heads(metadata: Metadata, windowed: list[bool]) -> dict[str, Any]:
         counts = {int(count) for count, has_window in zip(of_layers, windowed, strict=False) if has_window == kind}
         if len(of_layers) != len(windowed) or len(counts) > 1:
             layers = f"layers {'with' if kind else 'without'} a window (attention.sliding_window_pattern)"
-            raise metadata.error(name, f"one number for all {layers} is expected")
+            raise metadata.error(name, f"expected one number for all {layers}")
         values[key] = counts.pop() if counts else int(of_layers[0])
     return values
 
@@ -341,7 +340,7 @@ def _widened_layers(metadata: Metadata) -> dict[str, Any]:
     inner, own = int(widths[0]) if widths.size else 0, layers - shared
     usual, wide = [inner] * layers, [inner * (1 if layer < own else 2) for layer in range(layers)]
     if widths.tolist() not in (usual, wide):
-        raise metadata.error(name, f"twice as much in the last {shared} layers, or the same in all, is expected")
+        raise metadata.error(name, f"expected the same in all layers, or twice as much in the last {shared}")
     is_wide = widths.tolist() != usual
     return {"intermediate_size": inner, "num_kv_shared_layers": shared, "use_double_wide_mlp": is_wide}
 

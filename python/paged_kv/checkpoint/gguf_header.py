@@ -135,7 +135,7 @@ def _header(path: Path, mapped: mmap.mmap) -> GgufHeader:
     infos = [reader.tensor_info() for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
-        raise CheckpointError(f"{path}: general.alignment = {shown(alignment)}: a positive integer is expected")
+        raise CheckpointError(f"{path}: general.alignment: expected a positive integer, got {shown(alignment)}")
     start = -(-reader.at // alignment) * alignment
     tensors: dict[str, GgufTensor] = {}
     expected: int | None = 0
@@ -144,8 +144,8 @@ def _header(path: Path, mapped: mmap.mmap) -> GgufHeader:
             raise CheckpointError(f"{path}: tensor {printable(name)} is there twice")
         # Without filling between them or bytes in common, as llama.cpp demands: a wrong shape or encoding shows here.
         if expected is not None and offset != expected:
-            problem = f"begins at offset {offset}, expected {expected}, where the tensor before it ends"
-            raise CheckpointError(f"{path}: tensor {printable(name)} {problem}")
+            problem = f"expected offset {expected}, where the tensor before it ends, got {offset}"
+            raise CheckpointError(f"{path}: tensor {printable(name)}: {problem}")
         tensors[name] = tensor = reader.tensor(name, shape, number, start + offset)
         # Past an encoding of unknown size nothing is expected.
         expected = -(-(offset + tensor.data.size) // alignment) * alignment if tensor.data.size else None
@@ -207,8 +207,8 @@ class _Reader:
         """Name, shape with the slowest dimension first, number of the encoding, offset in the data."""
         name, dims = self.string(_MAX_NAME), self.scalar("I")
         if not 1 <= dims <= _MAX_DIMS:
-            problem = f"has {dims} dimensions, from 1 to {_MAX_DIMS} expected"
-            raise CheckpointError(f"{self._file}: tensor {printable(name)} {problem}")
+            problem = f"expected 1 to {_MAX_DIMS} dimensions, got {dims}"
+            raise CheckpointError(f"{self._file}: tensor {printable(name)}: {problem}")
         shape = tuple(self.scalar("Q") for _ in range(dims))[::-1]
         if 0 in shape:
             raise CheckpointError(f"{self._file}: tensor {printable(name)} has shape {list(shape)}: it is empty")
@@ -219,8 +219,8 @@ class _Reader:
             return GgufTensor(name, f"number {number}", shape, np.empty(0, np.uint8))
         encoding, elements, block_bytes = _ENCODINGS[number]
         if shape[-1] % elements:
-            problem = f"has shape {list(shape)}, but {encoding} has blocks of {elements} elements"
-            raise CheckpointError(f"{self._file}: tensor {printable(name)} {problem}")
+            problem = f"expected rows of whole {encoding} blocks of {elements}, got shape {list(shape)}"
+            raise CheckpointError(f"{self._file}: tensor {printable(name)}: {problem}")
         row = shape[-1] // elements * block_bytes
         size = math.prod(shape[:-1]) * row
         if start + size > self._size:

@@ -128,14 +128,14 @@ class Metadata:
         """A number or a string; of an array with a number for each layer, the one that all of them have."""
         value = self.get(name)
         if isinstance(value, Strings):
-            raise self.error(name, f"one value is expected, not an array of {value.count} strings")
+            raise self.error(name, "expected one value")
         if not isinstance(value, np.ndarray):
             return value
         if value.size == 0 or not np.all(value == value[0]):
-            raise self.error(name, "it differs from layer to layer, which is not supported")
+            raise self.error(name, "expected the same for all layers")
         layers = self.header.metadata.get(f"{self.prefix}.block_count")
         if not isinstance(layers, int) or value.size != layers:
-            raise self.error(name, "as many numbers as layers are expected")
+            raise self.error(name, "expected as many numbers as layers")
         return value[0].item()
 
     def integer(self, name: str, default: int | None = None, *, least: int = 1, most: int = MAX_SIZE) -> int:
@@ -144,9 +144,9 @@ class Metadata:
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_SIZE:
             kind = "a positive integer below 2^31" if least else "an integer from 0 to 2^31 - 1"
-            raise self.error(name, f"{kind} is expected")
+            raise self.error(name, f"expected {kind}")
         if value > most:
-            raise self.error(name, f"at most {most} is supported")
+            raise self.error(name, f"expected at most {most}")
         return value
 
     def number(self, name: str, default: float) -> float:
@@ -154,14 +154,14 @@ class Metadata:
         value = self.scalar(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise self.error(name, "a finite number is expected")
+            raise self.error(name, "expected a finite number")
         return float(value)
 
     def boolean(self, name: str) -> bool:
         """True or false, which it is where there is none."""
         value = self.scalar(name)
         if value is not None and not isinstance(value, bool):
-            raise self.error(name, "true or false is expected")
+            raise self.error(name, "expected true or false")
         return bool(value)
 
     def check(self, same: Mapping[str, tuple[Any, ...]], *, without_effect: Collection[str] = ()) -> None:
@@ -183,21 +183,21 @@ class Metadata:
             elif name in same:
                 values = same[name]
             elif key.startswith(FOREIGN):
-                raise self._error(key, f"is not supported of {self.prefix}")
+                raise self._error(key, f"not supported for {self.prefix}")
             elif name == key or name in self._uses or name in WITHOUT_EFFECT:
                 continue
             elif name in NEUTRAL:
                 values = NEUTRAL[name]
             else:
-                raise self._error(key, f"is no key that is known of {self.prefix}: it may change the results")
+                raise self._error(key, f"unknown key of {self.prefix}, which may change the results")
             if not _all_in(value, values):
                 expected = " or ".join(dict.fromkeys(map(shown, values)))
-                raise self._error(key, f"only {expected} is supported of {self.prefix}")
+                raise self._error(key, f"expected {expected} for {self.prefix}")
 
     def _error(self, key: str, problem: str) -> CheckpointError:
         value = self.header.metadata.get(key)
         value = value.tolist() if isinstance(value, np.ndarray) else value
-        return CheckpointError(f"{self.header.file}: {printable(key)} = {shown(value)}: {problem}")
+        return CheckpointError(f"{self.header.file}: {printable(key)}: {problem}, got {shown(value)}")
 
 
 def _all_in(value: Any, values: tuple[Any, ...]) -> bool:

@@ -49,7 +49,7 @@ def read_parts(file: Path | str) -> GgufHeader:
     name = _NAME.fullmatch(path.name)
     if name is None or int(name["count"]) != count or not 1 <= int(name["number"]) <= count:
         expected = f"NAME-00001-of-{count:05}.gguf" if count < 100_000 else "at most 99999 parts"
-        raise CheckpointError(f"{path}: {_COUNT} = {count}: a part is expected to be named as {expected}")
+        raise CheckpointError(f"{path}: name: expected {expected} for a part of {_COUNT} = {count}")
     headers = []
     for number in range(count):
         part = path.with_name(f"{name['stem']}-{number + 1:05}-of-{count:05}.gguf")
@@ -75,7 +75,7 @@ def _check_part(header: GgufHeader, number: int, count: int) -> None:
     for key, expected, default in ((_COUNT, count, 1), (_NUMBER, number, 0 if count == 1 else None)):
         stored = _integer(header, key, default)
         if stored != expected:
-            raise CheckpointError(f"{header.file}: {key} = {stored}, expected {expected}")
+            raise CheckpointError(f"{header.file}: {key}: expected {expected}, got {stored}")
 
 
 def _check_same_model(first: GgufHeader, other: GgufHeader) -> None:
@@ -85,8 +85,8 @@ def _check_same_model(first: GgufHeader, other: GgufHeader) -> None:
             continue
         if key not in first.metadata or not _same(first.metadata[key], value):
             raise CheckpointError(
-                f"{other.file}: {printable(key)} = {shown(value)} is not what {first.file.name} has: "
-                "a part of another model"
+                f"{other.file}: {printable(key)}: expected that of {first.file.name}, got {shown(value)}:"
+                " a part of another model"
             )
 
 
@@ -101,11 +101,11 @@ def _same(one: object, other: object) -> bool:
 def _check_tensors(header: GgufHeader, tensors: Mapping[str, GgufTensor]) -> None:
     total = _integer(header, _TENSORS)
     if total != len(tensors):
-        raise CheckpointError(f"{header.file}: {_TENSORS} = {total}, but the model has {len(tensors)} tensors")
+        raise CheckpointError(f"{header.file}: {_TENSORS}: expected {len(tensors)}, got {total}")
 
 
 def _integer(header: GgufHeader, key: str, default: int | None = None) -> int:
     value = header.metadata.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < (1 if key == _COUNT else 0):
-        raise CheckpointError(f"{header.file}: {key} = {shown(value)}: a number of parts or tensors is expected")
+        raise CheckpointError(f"{header.file}: {key}: expected a number of parts or tensors, got {shown(value)}")
     return value

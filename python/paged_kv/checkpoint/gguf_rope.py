@@ -44,26 +44,28 @@ def read_scaling(metadata: Metadata, tensors: Sequence[str], rotated: int, theta
     kind = metadata.scalar("rope.scaling.type")
     kind = "linear" if kind is None else kind  # llama.cpp's, where none is said
     if kind not in ("none", "linear", "yarn", "longrope"):
-        raise metadata.error("rope.scaling.type", "only none, linear, yarn and longrope are supported")
+        raise metadata.error("rope.scaling.type", "expected none, linear, yarn or longrope")
     # Files of 2023 have the older name.
     name = "rope.scaling.factor" if metadata.get("rope.scaling.factor") is not None else "rope.scale_linear"
     factor = metadata.number(name, 1.0) or 1.0
     if factor != 1 and (kind == "none" or tensors):
-        raise metadata.error(name, f"two scalings: there is also {tensors[0] if tensors else 'rope.scaling.type none'}")
+        raise metadata.error(
+            name, f"expected one scaling: there is also {tensors[0] if tensors else 'rope.scaling.type none'}"
+        )
     if kind == "yarn" and tensors:
-        raise metadata.error("rope.scaling.type", f"two scalings: there is also tensor {tensors[0]}")
+        raise metadata.error("rope.scaling.type", f"expected one scaling: there is also tensor {tensors[0]}")
     is_long = bool(tensors) and tensors[0] in _LONG_ROPE
     if kind == "longrope" or is_long:
         missing = [tensor for tensor in _LONG_ROPE if tensor not in tensors]
         if missing:
-            raise metadata.error("rope.scaling.type", f"tensor {missing[0]} is missing")
+            raise metadata.error("rope.scaling.type", f"requires tensor {missing[0]}")
     sharpening = metadata.number("rope.scaling.attn_factor", 1.0)
     if sharpening != 1 and not is_long:
-        raise metadata.error("rope.scaling.attn_factor", "only 1 is supported without factors for long contexts")
+        raise metadata.error("rope.scaling.attn_factor", "expected 1 without factors for long contexts")
     # The converter writes YaRN's own value of it; what others would mean, llama.cpp and transformers disagree about.
     own = Yarn.sharpening(factor) if kind == "yarn" else 1.0
     if not math.isclose(metadata.number("rope.scaling.yarn_attn_factor", own), own, rel_tol=1e-5):
-        raise metadata.error("rope.scaling.yarn_attn_factor", f"only {own:g} is supported here")
+        raise metadata.error("rope.scaling.yarn_attn_factor", f"expected {own:g}")
 
     context = None
     if metadata.scalar("rope.scaling.original_context_length") is not None:
@@ -123,5 +125,5 @@ def _llama3_scaling(header: GgufHeader, rotated: int, theta: float) -> dict[str,
 def _float32(header: GgufHeader, name: str) -> np.ndarray:
     tensor = header.tensors[name]
     if tensor.encoding != "F32":
-        raise CheckpointError(f"{header.file}: tensor {name} has encoding {tensor.encoding}, expected F32")
+        raise CheckpointError(f"{header.file}: tensor {name}: expected encoding F32, got {tensor.encoding}")
     return tensor.data.view(np.float32)

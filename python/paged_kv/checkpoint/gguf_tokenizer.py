@@ -91,8 +91,8 @@ class _Vocabulary:
         self._header = header
         self.kind = self._value("model")
         if self.kind not in _KINDS:
-            kinds = " and ".join(f'"{kind}"' for kind in _KINDS)
-            raise self._error("model", self.kind, f"only {kinds} are made into a tokenizer.json")
+            kinds = " or ".join(f'"{kind}"' for kind in _KINDS)
+            raise self._error("model", self.kind, kinds)
         self.tokens = self._tokens()
         self.types = self._types()
         # Empty tokens stand for ids that nothing gives.
@@ -114,14 +114,14 @@ class _Vocabulary:
     def _byte_level(self) -> tuple[Json, BPE]:
         name = self._value("pre") or "default"  # a file before there were names
         if not isinstance(name, str) or name not in SPLITS:
-            problem = (
-                "how it splits a text is not known (docs/models.md has the names that are): put the model's own"
-                " tokenizer.json beside the file, or write the file anew with a converter that names one of them"
+            way_out = (
+                ": put the model's own tokenizer.json beside the file, or write the file anew with a converter that"
+                " names one of them"
             )
-            raise self._error("pre", name, problem)
+            raise self._error("pre", name, "a split that docs/models.md lists", way_out)
         split = SPLITS[name]
         if missing := _CHARACTERS - self.ids.keys():
-            raise self._error("tokens", len(self.tokens), f"{len(missing)} of 256 bytes are no tokens")
+            raise self._error("tokens", 256 - len(missing), "a token for each of 256 bytes")
         splits = [
             {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
             for expression in split.expressions
@@ -150,9 +150,9 @@ class _Vocabulary:
         if unknown is None:
             unknown = next((index for index, kind in enumerate(self.types) if kind == _UNKNOWN), None)
         if bytes_there not in (0, 256):
-            raise self._error("tokens", len(self.tokens), f"{bytes_there} of the 256 bytes are tokens")
+            raise self._error("tokens", bytes_there, "tokens for all of 256 bytes or for none")
         if bytes_there == 0 and unknown is None:
-            raise self._error("tokens", len(self.tokens), "neither bytes nor an unknown token are among them")
+            raise self._error("tokens", len(self.tokens), "bytes or an unknown token among them")
         space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
         back = [
             {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
@@ -181,18 +181,18 @@ class _Vocabulary:
     def _tokens(self) -> list[str]:
         strings = self._value("tokens")
         if not isinstance(strings, Strings):
-            raise self._error("tokens", strings, "an array of strings is expected")
+            raise self._error("tokens", strings, "an array of strings")
         embeddings = self._header.tensors.get("token_embd.weight")
         if embeddings is not None and strings.count > embeddings.shape[0]:
-            raise self._error("tokens", strings.count, f"there are embeddings of {embeddings.shape[0]} tokens")
+            raise self._error("tokens", strings.count, f"at most {embeddings.shape[0]}, as there are embeddings")
         tokens = self._texts("tokens", strings)
         for index, raw in enumerate(strings.all):
             if len(raw) > _LONGEST_TOKEN:
-                raise self._error("tokens", f"token {index}", f"it has {len(raw)} bytes")
+                raise self._error(f"tokens[{index}]", len(raw), f"at most {_LONGEST_TOKEN} bytes")
         before = set[str]()
         for index, token in enumerate(tokens):
             if token and token in before:
-                raise self._error("tokens", token, f"token {index} is there before")
+                raise self._error(f"tokens[{index}]", token, "a token that is not there before")
             before.add(token)
         return tokens
 
@@ -201,20 +201,18 @@ class _Vocabulary:
         if stored is None:
             return [_NORMAL] * len(self.tokens)
         if not np.all((stored >= 0) & (stored <= _BYTE)):
-            raise self._error(
-                "token_type", int(stored[(stored < 0) | (stored > _BYTE)][0]), f"0 to {_BYTE} are expected"
-            )
+            raise self._error("token_type", int(stored[(stored < 0) | (stored > _BYTE)][0]), f"0 to {_BYTE}")
         types: list[int] = stored.tolist()
         return types
 
     def _merges(self) -> list[tuple[str, str]]:
         strings = self._value("merges")
         if not isinstance(strings, Strings):
-            raise self._error("merges", strings, "an array of strings is expected")
+            raise self._error("merges", strings, "an array of strings")
         # Each token can be made in as many ways as it can be cut in two.
         most = sum(max(len(token) - 1, 0) for token in self.tokens)
         if strings.count > most:
-            raise self._error("merges", strings.count, f"the tokens can be made in {most} ways")
+            raise self._error("merges", strings.count, f"at most {most}, the ways to make the tokens")
         merges: dict[tuple[str, str], None] = {}
         for index, text in enumerate(self._texts("merges", strings)):
             at = text.find(" ", 1)
@@ -222,9 +220,9 @@ class _Vocabulary:
             if at > 0 and " " in pair[1]:  # no text has it: a space is another character there
                 continue
             if at < 0 or any(part not in self.ids for part in (*pair, "".join(pair))):
-                raise self._error("merges", text, f"merge {index} is not of two tokens that make a third")
+                raise self._error(f"merges[{index}]", text, "two tokens that make a third")
             if pair in merges:
-                raise self._error("merges", text, f"merge {index} is there before")
+                raise self._error(f"merges[{index}]", text, "a merge that is not there before")
             merges[pair] = None
         return list(merges)
 
@@ -236,7 +234,7 @@ class _Vocabulary:
         if scores is None:
             scores = np.zeros(len(self.tokens), np.float64)
         if not np.isfinite(scores).all():
-            raise self._error("scores", float(scores[~np.isfinite(scores)][0]), "finite numbers are expected")
+            raise self._error("scores", float(scores[~np.isfinite(scores)][0]), "finite numbers")
         merges: list[tuple[float, int, int, int, int]] = []
         ids, tokens = self.ids, self.tokens
         for token, kind, score in zip(tokens, self.types, scores.tolist(), strict=True):
@@ -274,7 +272,7 @@ class _Vocabulary:
         for key, index, default in (("add_bos_token", first, begins), ("add_eos_token", last, False)):
             if self._flag(key, default):
                 if index is None:
-                    raise self._error(key, True, "but the file does not say which token that is")
+                    raise self._error(key, True, f"false without {key[4:7]}_token_id")
                 chosen[key] = index
 
         def text(name: str) -> list[Json]:
@@ -300,9 +298,9 @@ class _Vocabulary:
             default = default_ids(self._header).get(key)
             return default if default is not None and self.tokens[default] else None
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < len(self.tokens):
-            raise self._error(key, value, f"a token from 0 to {len(self.tokens) - 1} is expected")
+            raise self._error(key, value, f"a token from 0 to {len(self.tokens) - 1}")
         if not self.tokens[value]:
-            raise self._error(key, value, "this token is empty")
+            raise self._error(key, value, "a token that is not empty")
         return value
 
     def _flag(self, key: str, default: bool) -> bool:
@@ -310,7 +308,7 @@ class _Vocabulary:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise self._error(key, value, "true or false is expected")
+            raise self._error(key, value, "true or false")
         return value
 
     def _numbers(self, key: str, kinds: str) -> np.ndarray | None:
@@ -318,9 +316,9 @@ class _Vocabulary:
         if value is None:
             return None
         if not isinstance(value, np.ndarray) or value.dtype.kind not in kinds:
-            raise self._error(key, value, "an array of numbers is expected")
+            raise self._error(key, value, "an array of numbers")
         if len(value) != len(self.tokens):
-            raise self._error(key, len(value), f"there are {len(self.tokens)} tokens")
+            raise self._error(key, len(value), f"as many as tokens, {len(self.tokens)}")
         return value
 
     def _texts(self, key: str, strings: Strings) -> list[str]:
@@ -329,11 +327,12 @@ class _Vocabulary:
             texts.extend(map(bytes.decode, strings.all))
         except UnicodeDecodeError:
             at = len(texts)
-            raise self._error(key, strings.all[at][:32], f"string {at} is not UTF-8") from None
+            raise self._error(f"{key}[{at}]", strings.all[at][:32], "UTF-8") from None
         return texts
 
     def _value(self, key: str) -> Any:
         return self._header.metadata.get(_PREFIX + key)
 
-    def _error(self, key: str, value: object, problem: str) -> CheckpointError:
-        return CheckpointError(f"{self._header.file}: {_PREFIX}{key} = {printable(shown(value))}: {problem}")
+    def _error(self, key: str, value: object, expected: str, way_out: str = "") -> CheckpointError:
+        problem = f"expected {expected}, got {printable(shown(value))}{way_out}"
+        return CheckpointError(f"{self._header.file}: {_PREFIX}{key}: {problem}")

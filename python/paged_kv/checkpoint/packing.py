@@ -135,9 +135,9 @@ def check_layer(
             continue
         dtype, stored = facts
         if dtype not in dtypes:
-            raise CheckpointError(f"{origin}: tensor {tensor} has dtype {dtype}, expected {' or '.join(dtypes)}")
+            raise CheckpointError(f"{origin}: tensor {tensor}: expected dtype {' or '.join(dtypes)}, got {dtype}")
         if not _fits(stored, shape):
-            raise CheckpointError(f"{origin}: tensor {tensor} has shape {list(stored)}, expected {list(shape)}")
+            raise CheckpointError(f"{origin}: tensor {tensor}: expected shape {list(shape)}, got {list(stored)}")
         present.add(tensor)
     return present
 

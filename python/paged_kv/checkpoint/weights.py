@@ -308,14 +308,12 @@ class Checkpoint:
             # ERNIE's routers and convolutions have a dimension of one more.
             if stored.shape != shape and tuple(size for size in stored.shape if size != 1) != shape:
                 raise CheckpointError(
-                    f"{stored.file}: tensor {stored.name} has shape {list(stored.shape)}, expected {list(shape)}"
+                    f"{stored.file}: tensor {stored.name}: expected shape {list(shape)}, got {list(stored.shape)}"
                 )
             dtypes = ("U8",) if name in as_bytes else tuple(DTYPES)
             if stored.dtype not in dtypes:
-                problem = (
-                    f"has dtype {stored.dtype}, expected {'one of ' if len(dtypes) > 1 else ''}{', '.join(dtypes)}"
-                )
-                raise CheckpointError(f"{stored.file}: tensor {stored.name} {problem}")
+                problem = f"expected dtype {' or '.join(dtypes)}, got {stored.dtype}"
+                raise CheckpointError(f"{stored.file}: tensor {stored.name}: {problem}")
         own = config.num_hidden_layers
         unread = tuple(f"model.layers.{own + index}." for index in range(config.draft_layers))
         unused = unused_tensors(config)
@@ -433,7 +431,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         except SafetensorError as error:
             size, expected = file.stat().st_size, _promised_bytes(file)
             if expected is not None and size < expected:
-                raise CheckpointError(f"{file}: cut short: {expected} bytes expected, {size} found") from None
+                raise CheckpointError(f"{file}: cut short: expected {expected} bytes, got {size}") from None
             raise CheckpointError(f"{file}: not a safetensors file: {printable(error)}") from None
         except OSError as error:
             raise CheckpointError(f"{file}: cannot be read: {error}") from None

@@ -47,7 +47,7 @@ ROUTERS = {"prefix": PrefixRouter, "round_robin": RoundRobinRouter, "load": Load
 def check_fields(autoscaling: dict[str, Any]) -> dict[str, Any]:
     for name in autoscaling:  # Ray ignores those that it does not know
         if name not in AutoscalingConfig.model_fields:
-            raise ValueError(f"{name} is no field of Ray Serve's autoscaling_config")
+            raise ValueError(f"expected fields of Ray Serve's autoscaling_config, got {name}")
     return autoscaling
 
 

@@ -73,7 +73,7 @@ class Work:
         """
         for name in (self.id_column, self.prompt_column):
             if name not in names:
-                raise ContractError(f"dataset {where}: has no column {name!r}; it has {', '.join(names)}")
+                raise ContractError(f"dataset {where}: expected a column {name!r}, got {', '.join(names)}")
         return [name for name in names if name in {self.id_column, self.prompt_column, *OPTIONS}]
 
     def enter(self) -> None:
@@ -96,7 +96,7 @@ class Work:
             there = json.loads((folder / _RUN).read_text())
         except (OSError, ValueError):
             if any(folder.glob("part-*")):
-                raise ContractError(f"output {folder}: has results, and no {_RUN} that says of which run") from None
+                raise ContractError(f"output: {folder} has results, but no {_RUN} that names their run") from None
             made = folder / f"{_RUN}.{os.getpid()}"
             made.write_text(json.dumps(mine))
             made.replace(folder / _RUN)
@@ -104,8 +104,8 @@ class Work:
         for name in mine:
             if there.get(name) != mine[name]:
                 raise ContractError(
-                    f"output {folder}: has results of another run: {name} is {shown(mine[name])},"
-                    f" it was {shown(there.get(name))}"
+                    f"output: {folder} has results of another run: {name}: expected {shown(there.get(name))},"
+                    f" got {shown(mine[name])}"
                 )
         for file in folder.glob(".tries-*"):  # who stopped a run has ended no engine
             file.unlink(missing_ok=True)
@@ -138,7 +138,7 @@ def rows_of(path: Path, work: Work) -> Iterator[dict[str, Any]]:
     files = [path] if path.is_file() else sorted(each for each in path.glob("*") if each.is_file())
     kinds = {file.suffix for file in files}
     if kinds != {".parquet"} and not (kinds and kinds <= {".jsonl", ".json"}):
-        raise ContractError(f"dataset {path}: is no file or folder of JSON lines or Parquet")
+        raise ContractError(f"dataset: expected a file or folder of JSON lines or Parquet, got {path}")
     for file in files:
         yield from _parquet(file, work) if file.suffix == ".parquet" else _lines(file, work)
 
@@ -153,7 +153,7 @@ def _lines(file: Path, work: Work) -> Iterator[dict[str, Any]]:
             except (ValueError, RecursionError):
                 row = None
             if not isinstance(row, dict):
-                raise ContractError(f"dataset {file}, line {number}: is no JSON object")
+                raise ContractError(f"dataset {file}, line {number}: expected a JSON object")
             yield {name: row[name] for name in work.columns(row, f"{file}, line {number}")}
 
 
@@ -176,13 +176,11 @@ def left(work: Work, digests: Mapping[Any, str], rows: Iterable[dict[str, Any]])
     for row in rows:
         name = row[work.id_column]
         if not isinstance(name, int | str):
-            raise ContractTypeError(f"dataset: {work.id_column} must be an integer or a text, not {shown(name)}")
+            raise ContractTypeError(f"dataset: {work.id_column}: expected an integer or a text, got {shown(name)}")
         if name not in digests:
             yield row
         elif digests[name] != work.digest_of(row):
-            raise ContractError(
-                f"dataset: row {shown(name)} says something else than that whose result is in {work.folder}"
-            )
+            raise ContractError(f"dataset: row {shown(name)} differs from the one whose result is in {work.folder}")
 
 
 def written(folder: Path) -> dict[Any, str]:

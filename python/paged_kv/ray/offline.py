@@ -79,9 +79,9 @@ def generate(
             while it loaded; what is written stays.
     """
     if format not in SUFFIXES:
-        raise ContractError(f"format must be 'json' or 'parquet', not {shown(format)}")
+        raise ContractError(f"format: expected 'json' or 'parquet', got {shown(format)}")
     if sampling is not None and (not isinstance(sampling, Sampling) or sampling.structured_output is not None):
-        raise ContractTypeError(f"sampling must be a Sampling without a structure, not {shown(sampling)}")
+        raise ContractTypeError(f"sampling: expected a Sampling without a structure, got {shown(sampling)}")
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
     model = model if isinstance(model, Model) else Model(model)

@@ -78,7 +78,7 @@ def claim(
     cores = machine() if cores is None else cores
     total = _count(cores)
     if cpus > total:
-        raise ContractError(f"cpus is {cpus}, this process may run on {total}")
+        raise ContractError(f"cpus: expected at most {total}, the CPUs of this process, got {cpus}")
     folder = _folder() if folder is None else folder
     end = time.monotonic() + seconds
     while True:
@@ -87,7 +87,7 @@ def claim(
         if claimed is not None:
             return claimed
         if time.monotonic() > end:
-            raise ContractError(f"cpus is {cpus}: for {seconds:.0f} s too few of {total} CPUs were free of replicas")
+            raise ContractError(f"cpus: for {seconds:.0f} s fewer than {cpus} of {total} CPUs were free of replicas")
         time.sleep(0.1)
 
 

@@ -70,7 +70,7 @@ class Prefixes:
     def join(self, name: str) -> None:
         """A replica comes, with empty pages. Raises a ContractError where it is there."""
         if name in self._bits:
-            raise ContractError(f"replica {name!r} is there already")
+            raise ContractError(f"name: duplicate replica {name!r}")
         bit = self._names.index(None) if None in self._names else len(self._names)
         if bit == len(self._names):
             self._names.append(None)

@@ -21,5 +21,5 @@ def set_deterministic(deterministic: bool = True) -> None:
         ContractTypeError: it is not a bool.
     """
     if not isinstance(deterministic, bool):
-        raise ContractTypeError(f"deterministic must be a bool, not {shown(deterministic)}")
+        raise ContractTypeError(f"deterministic: expected a bool, got {shown(deterministic)}")
     CHOICES.deterministic = deterministic

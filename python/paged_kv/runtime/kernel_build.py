@@ -95,9 +95,9 @@ def build(
     for what, names, legal in (("target", targets, REQUIRED_FLAGS), ("bundle", chosen, bundles)):
         for name in names:
             if name not in legal:
-                raise ContractError(f"{what} {name!r} is none of {', '.join(legal)}")
+                raise ContractError(f"{what}: expected one of {', '.join(legal)}, got {name!r}")
     if (machine := platform.machine().lower()) not in ("x86_64", "amd64"):
-        raise ToolchainError(f"kernels are compiled ahead on x86-64, and this is {machine}")
+        raise ToolchainError(f"kernels are compiled ahead on a machine of x86-64, got {machine}")
     sources = Sources.installed()
     files = [KernelFile(folder, target, name, bundles[name]) for target in targets for name in chosen]
     try:

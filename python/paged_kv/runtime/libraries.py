@@ -176,7 +176,7 @@ def kernel_named(name: str) -> Kernel:
             rest = " ".join(parts[length:]).replace("float8 ", "float8_").split()
             mask = int(rest.pop()) if kind in _QUANTISED else 0
             return Kernel(kind, tuple(rest), mask)
-    raise ContractError(f"{name} is no kernel of this package")
+    raise ContractError(f"name: expected a kernel of this package, got {name}")
 
 
 def api_libraries() -> list[Library]:

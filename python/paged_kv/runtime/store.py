@@ -172,7 +172,7 @@ class Store:
     def path_of(self, digest: str) -> Path:
         """Return where the file of a digest lies, or would."""
         if not _DIGEST.fullmatch(digest):
-            raise ContractError(f"an artefact is named by 32 hexadecimal digits, not {digest!r}")
+            raise ContractError(f"digest: expected 32 hexadecimal digits, got {digest!r}")
         return self.path / self._pattern.format(digest)
 
     def _unfinished(self) -> tempfile.TemporaryDirectory[str]:

@@ -125,17 +125,19 @@ def set_num_threads(num_threads: int) -> None:
     count = integer("num_threads", num_threads, 1)
     cpus = allowed_cpus()
     if count > len(cpus):
-        raise ContractError(f"num_threads is {count}, this process may run on {len(cpus)} CPUs")
+        raise ContractError(f"num_threads: expected 1 to {len(cpus)}, the CPUs of this process, got {count}")
     running = pool_threads()
     if running is None or not hasattr(os, "sched_setaffinity"):
-        raise ToolchainError("num_threads can be set on Linux only")
+        raise ToolchainError("num_threads: requires Linux")
     if not running:
         running = _start_pool(count, cpus)
         if running != count:
-            raise ToolchainError(f"MAX started {running} threads on {count} CPUs; a quota may allow no more")
+            raise ToolchainError(
+                f"num_threads: expected MAX to start {count}, got {running}; a quota may allow no more"
+            )
     if running != count:
         raise ContractError(
-            f"num_threads is {count}, but MAX runs on {running} threads already; set it before any call"
+            f"num_threads: expected {running}, as MAX runs on so many already, got {count}: set it before any call"
         )
     _chosen.append(count)
 

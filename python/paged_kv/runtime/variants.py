@@ -142,8 +142,9 @@ def _gather(build: _Build) -> None:
     with build.graph(types) as graph:
         indptr, like, *storage = graph.inputs
         num_tokens, heads, head_dim = like.tensor.shape
-        sizes = {"num_kv_heads": heads, "head_dim": head_dim, "dtype": build.variant.dtype}
-        graph.output(*ops.gather(build.cache(*storage), indptr.tensor, num_tokens, **sizes))
+        cache, dtype = build.cache(*storage), build.variant.dtype
+        rows = ops.gather(cache, indptr.tensor, num_tokens, num_kv_heads=heads, head_dim=head_dim, dtype=dtype)
+        graph.output(*rows)
 
 
 def _attention(build: _Build) -> None:

@@ -42,5 +42,5 @@ def warmup(
 def _chosen(argument: str, names: Sequence[str] | None, legal: Iterable[str]) -> list[str]:
     for name in names or ():
         if name not in legal:
-            raise ContractTypeError(f"{argument}: {name!r} is none of {', '.join(legal)}")
+            raise ContractTypeError(f"{argument}: expected one of {', '.join(legal)}, got {name!r}")
     return list(legal if names is None else names)
