@@ -1,8 +1,8 @@
-"""The one place where whatever reading a model's file raises becomes a `CheckpointError` that names the file.
+"""Turns any error of reading a model's file into a `CheckpointError` that names the file.
 
-What can be wrong with a file is checked where it is read, with a message for it. A file from anybody may still be wrong
-in a way that no check expects, and the libraries that read it raise what they like: that ends here, at the entrances
-(configuration, headers, weights, tokenizer, chat templates), and not as a traceback at the command line.
+Readers check what can be wrong with a file. A hostile file may still be wrong in a way that no check expects, and
+libraries raise errors of their own: these end here, at the entrances (configuration, headers, weights, tokenizer, chat
+templates), and not as a traceback at the command line.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from paged_kv.errors import CheckpointError, PagedKVError
 
 @contextmanager
 def file_errors(problem: Path | str) -> Iterator[None]:
-    """Raises whatever is raised inside as a `CheckpointError` that begins with `problem`: the file, and what of it.
+    """Raises any error inside as a `CheckpointError` that begins with `problem`: the file, and what of it.
 
-    The error itself is the `__cause__`, so that a bug of this package can still be traced. Those that go through: the
-    package's own, `MemoryError`, and what ends a program (`KeyboardInterrupt`, `SystemExit`).
+    The error itself is the `__cause__`, so that a bug of this package can still be traced. Not converted: the package's
+    own errors, `MemoryError`, and what ends a program (`KeyboardInterrupt`, `SystemExit`).
 
     The tokenizers library raises `Exception` itself, and where Rust code panics a subclass of `BaseException`.
     """

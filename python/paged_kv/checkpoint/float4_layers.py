@@ -94,7 +94,7 @@ class Float4Packing:
 
     @property
     def codes_name(self) -> str:
-        """The tensor that tells a quantised layer."""
+        """As `Packing`."""
         return "weight_scale"
 
     def unpack(self, rows: int, inputs: int, read: Callable[[str], Array | None]) -> Float4Weight:

@@ -64,9 +64,7 @@ def open_gguf(file: Path | str) -> GgufCheckpoint:
 
 
 def _split_qkv(header: GgufHeader) -> Iterator[tuple[str, GgufTensor]]:
-    """The tensors by their names, with q, k and v as three where the converter was told to write them as one
-    (`--fuse-qkv`) and the family has them apart.
-    """
+    """The tensors by name. q, k and v that the converter fused (`--fuse-qkv`) are split where the family has three."""
     own = set(find_family(header).layer.values())
     for name, tensor in header.tensors.items():
         layer, _, kind = name.partition(".attn_qkv.")
@@ -238,15 +236,15 @@ class GgufCheckpoint:
 
 
 def _is_folded(name: str, stored: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-    """Return whether a file has the elements of a tensor in other dimensions: a layer of one output, a number of each
-    head, a norm of groups.
+    """Whether a stored shape has the same elements in other dimensions: a layer of one output, a number of each head,
+    a norm of groups.
     """
     same = math.prod(stored) == math.prod(expected)
     return same and (1 in (*stored, *expected) or name.endswith("mamba.norm.weight"))
 
 
 def _companion(tensor: GgufTensor, name: str) -> str:
-    """The name of a tensor that says something of another."""
+    """The name of the tensor with the scales `name` of another tensor."""
     return f"{tensor.name.removesuffix('weight')}{name}"
 
 

@@ -1,7 +1,4 @@
-"""GGUF's terms in Hugging Face's: what a file's metadata is as a `config.json`.
-
-llama.cpp's converter writes GGUF files, and changes a few weights on the way; what is undone here is said beside it.
-"""
+"""Translates the metadata of a GGUF file to the keys of a Hugging Face `config.json`."""
 
 from __future__ import annotations
 
@@ -69,7 +66,7 @@ def scaling_tensors(header: GgufHeader) -> tuple[str, ...]:
 
 
 def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
-    """Return what `config.json` says of the same model. Every key of the metadata is used, or known to have no effect.
+    """The `config.json` of the same model. Every key of the metadata is used, or known to have no effect.
 
     Raises:
         CheckpointError: as `find_family`; a key would change the results that this package does not compute

@@ -1,4 +1,4 @@
-"""The table of GGUF's metadata keys: what each one does to a model of an architecture that this package opens.
+"""The table of GGUF's metadata keys: the effect of each on a model of an architecture that this package opens.
 
 A key of the architecture's own prefix (`llama.` and so on) is in one of four rows:
 

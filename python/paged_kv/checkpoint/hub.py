@@ -1,7 +1,7 @@
 """Models by the names of a hub: `org/name`, and `org/name:Q4_K_M` for one of a repository's GGUF files.
 
-`huggingface_hub` downloads, keeps and resumes; which files make a model is decided here. What its cache has whole is
-used as it is, without asking the network; `hf download org/name` fetches what has changed since. `HF_ENDPOINT`,
+`huggingface_hub` downloads, caches and resumes; this module decides which files make a model. A model that the cache
+has whole is used without asking the network; `hf download org/name` fetches newer files. `HF_ENDPOINT`,
 `HF_HOME`, `HF_TOKEN` and `HF_HUB_OFFLINE` mean what they mean to every other program.
 """
 
@@ -44,7 +44,7 @@ def located(path: Path | str) -> Path:
 
 
 def _cached(name: str) -> Path | None:
-    """Return the model that the cache has whole, by the layout that `huggingface_hub` documents."""
+    """The model in the hub's cache, None where a file is missing. The layout is the one `huggingface_hub` documents."""
     from huggingface_hub import constants
 
     repository, _, tag = name.partition(":")
@@ -135,7 +135,7 @@ def _tag(stem: str) -> str:
 
 
 def _model(snapshot: Path, weights: Sequence[str]) -> Path:
-    """Return what `open_source` opens."""
+    """The path that `open_source` opens."""
     return snapshot / weights[0] if weights[0].endswith(".gguf") else snapshot
 
 

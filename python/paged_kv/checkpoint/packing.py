@@ -34,7 +34,7 @@ class PackedWeight(Protocol):
         """The weight in float32, `[N, K]`."""
 
     def blocks(self, encoding: Encoding) -> npt.NDArray[np.uint8]:
-        """The weight in the blocks that its packing has said: `[N, row_bytes(encoding, K)]`.
+        """The weight in blocks of `encoding`, its packing's: `[N, row_bytes(encoding, K)]`.
 
         Raises:
             ValueError: they do not hold it; the text says why.
@@ -59,7 +59,7 @@ class Packing(Protocol):
 
     @property
     def codes_name(self) -> str:
-        """The tensor that tells a quantised layer."""
+        """The tensor whose presence marks a layer as quantised."""
 
     def unpack(self, rows: int, inputs: int, read: Callable[[str], Array | None]) -> PackedWeight:
         """A layer from its tensors, which have the shapes of `tensors`; `read` gives None for one that is not there.
@@ -70,7 +70,7 @@ class Packing(Protocol):
 
 
 def read_packing(fields: Fields) -> Packing | None:
-    """Return what `quantization_config` of a config.json says; None where there is none.
+    """The packing that `quantization_config` of a config.json names; None where there is none.
 
     Raises:
         CheckpointError: the method, or one of its options, is not read here; the message names key and value.

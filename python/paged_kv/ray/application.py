@@ -40,7 +40,7 @@ LOST = (
 """Errors that Ray raises where the process of a replica, or its machine, is gone."""
 
 POOL_SECONDS = 5.0
-"""In which all replicas say how their pages are."""
+"""The timeout of a status of all replicas' pages."""
 ROUTERS = {"prefix": PrefixRouter, "round_robin": RoundRobinRouter, "load": LoadRouter}
 
 
@@ -87,11 +87,11 @@ class Arguments(BaseModel):
     max_queued: PositiveInt = 128
     """Requests that wait in an ingress until a replica takes them; the next one gets 429."""
     start_attempts: PositiveInt = 3
-    """Starts of engines that fail, none that succeeds, until the deployment is DEPLOY_FAILED; 3 a replica at most."""
+    """Failed starts of engines, with no success, until the deployment is DEPLOY_FAILED; at most 3 a replica."""
     retries: NonNegativeInt = 2
-    """The number of times that a request is computed again whose replica died or failed."""
+    """How often a request is computed again after its replica died or failed."""
     stall_seconds: PositiveFloat = 120
-    """For which a client waits without news of its replica; a replica whose step takes half as long is restarted."""
+    """Seconds that a client waits without news of its replica. A step of half as long restarts the replica."""
     drain_seconds: PositiveFloat = 120
     """Seconds for which requests may go on when a replica or the application is stopped."""
     router: Literal["prefix", "round_robin", "load"] = "prefix"
@@ -111,7 +111,7 @@ class Arguments(BaseModel):
     """A file in place of the checkpoint's template."""
     generation_config: Literal["model", "none"] = "model"
     strict: bool = False
-    """True if requests are refused of which a part is not known."""
+    """True if requests with unknown parts are refused."""
 
     @property
     def each(self) -> Model:

@@ -31,9 +31,9 @@ class Ways:
     down: tuple[type[BaseException], ...] = ()
     """Errors that say that there is no replica, and that none is being started."""
     retries: int = 2
-    """The number of times that a job is started again whose replica died or failed."""
+    """How often a job is started again after its replica died or failed."""
     seconds: float = 120.0
-    """For which a stream waits for news: of its replica, or of any as long as none has taken it."""
+    """Seconds that a stream waits for news: of its replica, or of any replica as long as none has taken it."""
 
 
 class Replicas:
@@ -89,7 +89,7 @@ class Replicas:
             raise Gone(NO_ENGINE)
 
     async def pool(self) -> dict[str, Any]:
-        """The pages of all replicas that say it. Raises Gone where none does, or one does not answer."""
+        """The pages of all replicas that report them. Raises Gone where none does, or one does not answer."""
         try:
             pools = await self._ways.pools()
         except TimeoutError:

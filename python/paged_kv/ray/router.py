@@ -34,7 +34,7 @@ class Router(RequestRouter):
 
     @abstractmethod
     def _rank(self, job: Job, replicas: list[RunningReplica], pending: PendingRequest) -> list[list[RunningReplica]]:
-        """The order of replicas, of which there is one at least; of a list in it Ray takes one with few requests."""
+        """The replicas, at least one, in order of preference; of a list of several Ray takes one with few requests."""
 
 
 class RoundRobinRouter(Router):
@@ -67,8 +67,8 @@ class PrefixRouter(Router):
         """Called by Ray with the deployment's `request_router_kwargs`."""
         self._page_size = page_size
         self._prefixes = Prefixes(num_pages, slack)
-        # Requests that were given to a replica and have not ended: by id, with the replica, and until they are sent
-        # with what says that nobody waits for them any more.
+        # Requests that were routed and have not ended, by id: the replica, and until they are sent the future that is
+        # cancelled when nobody waits for them.
         self._routed: dict[str, tuple[str, asyncio.Future[Any] | None]] = {}
 
     def _rank(self, job: Job, replicas: list[RunningReplica], pending: PendingRequest) -> list[list[RunningReplica]]:
@@ -108,9 +108,9 @@ class PrefixRouter(Router):
         return blocks_of(job.tokens, self._page_size, root)
 
     def _loads(self, replicas: dict[str, RunningReplica]) -> dict[str, int]:
-        """Requests of each replica: what it last said of itself, and at least those that were given to it from here.
+        """Requests of each replica: the count that it last reported, but at least those routed to it from here.
 
-        Requests that arrive together are each chosen for before any of them is sent.
+        Requests that arrive together are routed before any of them is sent.
         """
         for request, (_, future) in list(self._routed.items()):
             if future is not None and future.cancelled():

@@ -27,11 +27,11 @@ FAILED = -3
 """A step raised, whichever of its requests is to blame; `error` says what."""
 
 Attempt = Callable[[frozenset[str]], AsyncGenerator[list[Piece], None]]
-"""Starts a request on some replica, if there is another one none of those that are named."""
+"""Starts a request on a replica; not on one of those named, unless there is no other."""
 
 
 class Lost(PagedKVError):
-    """The replicas of a request died or failed, one after the other; how many is in the message."""
+    """All replicas that a request was tried on died or failed; the message has their number."""
 
 
 class Stalled(PagedKVError):
@@ -43,7 +43,7 @@ class Clock:
     """The timeout of an ingress's streams."""
 
     seconds: float
-    """For which nothing may come, not even that the engine goes on."""
+    """Seconds without any news, not even that the engine goes on, after which a stream ends."""
     heard: float = float("-inf")
     """The time at which something last came from any replica: a request that none has taken yet waits as long as
     others go on.
@@ -60,7 +60,7 @@ class Suspects:
         self._turn = asyncio.Lock()
 
     async def wait(self, seconds: float) -> None:
-        """Raises Stalled where the turn does not come in time."""
+        """Waits for the turn of a request. Raises Stalled where it does not come in time."""
         try:
             async with asyncio.timeout(seconds):
                 await self._turn.acquire()

@@ -1,6 +1,4 @@
-"""Places where compiled code may lie: with the package, or in the user's cache folder, for this CPU or for a lower
-one.
-"""
+"""The stores that compiled code may be in: with the package or in the user's cache, for this CPU or a lower one."""
 
 from __future__ import annotations
 
@@ -16,14 +14,14 @@ from paged_kv.runtime.store import Store
 def places(
     cpu: CpuInfo, own: Callable[[], Store], *, exact: bool = False
 ) -> Iterator[tuple[str | None, Store | InstalledStore]]:
-    """The stores that may have what is wanted, with the CPU target that it is for (None: the one in force), best first.
+    """The stores to search, each with its CPU target (None: the one in force), best first.
 
-    What was compiled here for this very CPU is better than what came with the package for a lower target.
+    Code compiled here for this very CPU comes before the package's for a lower target.
 
     Args:
         cpu: This one.
-        own: Makes the user's, which is not asked for where it is not needed.
-        exact: Whether code for a lower target is out of the question.
+        own: Makes the user's store; called only when the search reaches it.
+        exact: Leave out code for lower targets.
     """
     usable = usable_targets(get_virtual_cpu_target(), cpu)
     lower = [] if exact else usable[1:]
@@ -34,6 +32,6 @@ def places(
 
 
 def origin(store: Store | InstalledStore, target: str | None) -> str:
-    """Return where something in a store comes from, in words."""
+    """The place of an artefact in words: its store and CPU target."""
     place = "with the package" if isinstance(store, InstalledStore) else "in the cache"
     return f"{place}, for {target or get_virtual_cpu_target() or 'this CPU'}"

@@ -81,7 +81,7 @@ def load_graphs(
 
 
 def where_graphs_lie(keys: Mapping[str, CompileKey]) -> dict[str, str]:
-    """Return where `load_graphs` would take each graph from, in words; those that it would compile are left out.
+    """The place of each graph in words; graphs that `load_graphs` would compile are left out.
 
     Raises:
         ToolchainError: as `load_graphs`.
@@ -115,7 +115,7 @@ def _search(
 def compile_ahead(
     session: InferenceSession, keys: Mapping[str, CompileKey], build: Callable[[Module, Sequence[str]], None]
 ) -> list[Path]:
-    """Compiles those of the graphs that the cache folder has not, without their weights.
+    """Compiles the graphs that the cache folder lacks, without their weights.
 
     Returns:
         The file of each graph.
@@ -161,9 +161,7 @@ def compile_graphs(
 
 
 def _reason(error: BaseException) -> str:
-    """Return what the compiler says of an error, in one line: its own lines are in the first of the errors that led
-    to it.
-    """
+    """The compiler's error lines, joined to one: they are in the first error of the chain."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
@@ -183,7 +181,7 @@ def export(compiled: CompiledModel, path: Path) -> None:
 
 
 def _named(loaded: Mapping[str, Model], names: Sequence[str]) -> Mapping[str, Model]:
-    """`loaded` by the names that were asked for: MAX's own cache gives a graph that equals an older one its name."""
+    """`loaded` by the requested names: MAX's own cache gives a graph that equals an older one the older's name."""
     if len(loaded) == len(names) == 1:
         return {names[0]: next(iter(loaded.values()))}
     return loaded

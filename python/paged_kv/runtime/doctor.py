@@ -55,7 +55,7 @@ class Report:
     """The folder of the Mojo sources."""
     cache: Path | None = None
     compiled: dict[str, str | None] = field(default_factory=dict)
-    """Each kernel of the API, and where its code for this CPU lies, in words; None: a first call compiles it."""
+    """The place of each API kernel's code for this CPU, in words; None: a first call compiles it."""
     steps: dict[str, list[str | None]] = field(default_factory=dict)
     """Each step of a model that was asked for, and where each library that it calls lies, likewise."""
     problems: list[str] = field(default_factory=list)
@@ -130,9 +130,7 @@ def render(report: Report) -> str:
 def explain_kernels(
     architectures: Sequence[str], head_dim: int, group: int, page_size: int, cpu_target: str | None = None
 ) -> str:
-    """Return which attention kernel answers, on the CPU and on GPUs of these architectures, for every pair of
-    dtypes.
-    """
+    """The attention kernel of every pair of dtypes, on the CPU and on GPUs of these architectures."""
     sizes = f"head_dim {head_dim}, {group} query heads a KV head, pages of {page_size}"
     blocks = []
     for architecture in (None, *dict.fromkeys(architectures)):
@@ -155,9 +153,7 @@ def list_compiled(report: Report) -> str:
 
 
 def _quantised_in_words(target: str | None) -> str:
-    """Return which kernel multiplies by which quantised weights: one instruction for all of them, by the target's
-    features.
-    """
+    """The instruction that multiplies by quantised weights on a CPU target, and the encodings of weights."""
     flags = REQUIRED_FLAGS.get(target or "")
     if flags is None:
         kernel = "the kernel of MAX's own target"
@@ -177,7 +173,7 @@ def _quantised_in_words(target: str | None) -> str:
 
 
 def _compiled_in_words(compiled: Mapping[str, str | None]) -> str:
-    """Return how many libraries of kernels lie where."""
+    """Count compiled libraries per location."""
     if not compiled:
         return "unknown"
     places = Counter(place for place in compiled.values() if place)
@@ -186,7 +182,7 @@ def _compiled_in_words(compiled: Mapping[str, str | None]) -> str:
 
 
 def _first_call_in_words(compiled: Mapping[str, str | None]) -> str:
-    """Return what the first call of a process waits for."""
+    """The time that the first call of a process takes to load or build its kernel."""
     read = "0.1 s where its kernel is compiled"
     missing = sum(place is None for place in compiled.values())
     if not compiled:
@@ -197,7 +193,7 @@ def _first_call_in_words(compiled: Mapping[str, str | None]) -> str:
 
 
 def _step_in_words(places: Sequence[str | None]) -> str:
-    """Return what a command waits for before its model's first step."""
+    """The time that a command takes to load or build kernels before its model's first step."""
     if missing := sum(place is None for place in places):
         return f"builds {missing} libraries of kernels in some {15 + 4 * missing} s, once on this machine"
     return f"reads its kernels in 0.1 s: {', '.join(dict.fromkeys(place for place in places if place))}"

@@ -85,14 +85,12 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """By which the process knows it."""
+        """The symbol of its function in the process."""
         return "_".join(("paged_kv", self.kind, *self.dtypes, *([str(self.mask)] if self.mask else [])))
 
     @property
     def library(self) -> Library:
-        """The library that it lies in: what reads and writes the pages of a cache together, every other kernel by
-        itself.
-        """
+        """The library that contains the kernel. Kernels over one cache share a library; others have their own."""
         rows, cache, o = (*self.dtypes, *[self.dtypes[0]] * 2)[:3]
         kinds = tuple(kind for kind in _WITH_PAGES if _has(kind, rows, cache)) if o == rows else ()
         kinds = next((each for each in _TOGETHER if self.kind in each), kinds)
@@ -117,7 +115,7 @@ class Library:
     mask: int = 0
 
     def kernel(self, kind: str) -> Kernel:
-        """One of its kernels."""
+        """Its kernel of a kind."""
         counts = {"merge": 1, "append": 2, "gather": 2, "linear": 2, "experts": 2}
         counts |= dict.fromkeys((*_QUANTISED, *_RECURRENT, *_LAYERS, *_RECURRENT_LAYERS), 1)
         return Kernel(kind, self.dtypes[: counts.get(kind, 3)], self.mask)
@@ -156,8 +154,8 @@ class Library:
 
 
 def built_encodings(dtype: str, mask: int) -> int:
-    """Return the encodings of the library by which a step multiplies x of `dtype` by weights in those of `mask`: all of
-    them where that library lies on this machine, or came along, for it takes two minutes to build.
+    """The encodings of the library that a step's products of x of `dtype` by weights in those of `mask` use: all where
+    the library of all is on this machine, as it takes two minutes to build, else `mask`.
     """
     library = Kernel(_QUANTISED[0], (dtype,), ALL_ENCODINGS).library
     return ALL_ENCODINGS if _there([library]) else mask
@@ -180,9 +178,7 @@ def kernel_named(name: str) -> Kernel:
 
 
 def api_libraries() -> list[Library]:
-    """Return what the calls of the API use over host arrays, but for outputs of another dtype than q's; and what the
-    steps of models call.
-    """
+    """The libraries of calls over host arrays and of models' steps, but for outputs of another dtype than q's."""
     narrow = (*FLOAT8_DTYPES, *FORMATS)
     pairs = [(q, kv) for q in Q_DTYPES for kv in (q, *narrow)]
     of_api = [Kernel("append", ("uint8", "uint8")), *(Kernel("merge", (q,)) for q in Q_DTYPES)]
@@ -225,7 +221,7 @@ def load(kernels: Iterable[Kernel], *, exact: bool = False) -> None:
     """Loads the libraries of some kernels; builds those that are missing, together.
 
     Args:
-        kernels: Those that are wanted.
+        kernels: The kernels.
         exact: Build for this very CPU rather than take what came with the package for a lower target.
 
     Raises:
@@ -239,7 +235,7 @@ def load(kernels: Iterable[Kernel], *, exact: bool = False) -> None:
 
 
 def load_for_graph(name: str) -> None:
-    """Loads the library of a kernel that an op of a graph has not found. Raises as `kernel`."""
+    """Loads the library of the kernel `name`, which an op of a graph needs. Raises as `kernel`."""
     _loaded(kernel_named(name), None)
 
 
@@ -318,7 +314,7 @@ def text_at(address: int) -> str:
 
 
 def _paths(libraries: Sequence[Library], *, exact: bool = False) -> dict[Library, Path]:
-    """The files of libraries: what came along or was kept, or is built; for this process alone where it cannot be kept.
+    """The files of libraries, which are built where they are missing; for this process alone where none can be kept.
 
     Raises:
         ToolchainError: as `kernel`.
@@ -356,7 +352,7 @@ def _built(missing: Sequence[Library]) -> dict[Library, Path]:
 
 
 def _unsealed(artefact: Artefact) -> Path | None:
-    """The file that the loader reads, which reads none with a seal."""
+    """The bare .so of an artefact: dlopen rejects the trailing checksum."""
     return Store(user_libraries().path / "loaded").plain(artefact, f"{min(artefact.names)}.so")
 
 
@@ -366,7 +362,7 @@ def user_libraries() -> Store:
 
 
 def _there(libraries: Iterable[Library], *, exact: bool = False) -> dict[Library, tuple[Artefact, str]]:
-    """The best file of each library that is there, and where that lies, in words."""
+    """The best existing file of each library, and its place in words; libraries without one are left out."""
     apply_cpu_target()  # which the names of files have in them
     cpu, sources = CpuInfo.read(), Sources.installed()
     keys = {library: library.key() for library in libraries}
@@ -383,9 +379,7 @@ def _there(libraries: Iterable[Library], *, exact: bool = False) -> dict[Library
 
 
 def where_libraries_lie(libraries: Iterable[Library]) -> dict[str, str]:
-    """Return where each library would be taken from, in words, by its file's name; those that would be built are left
-    out.
-    """
+    """The place of each library in words, by its file's name; libraries that a call would build are left out."""
     return {library.file: where for library, (_, where) in _there(libraries).items()}
 
 
@@ -486,9 +480,9 @@ sys.exit(subprocess_run_mojo(sys.argv[2:]).returncode)
 
 
 def _run_mojo(arguments: list[str], linker: Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Runs the Mojo compiler, which wants a C compiler on the PATH also where it links nothing.
+    """Runs the Mojo compiler, which requires a C compiler on the PATH even where it links nothing.
 
-    One that is there comes first, and the linker stands in where there is none; neither is called.
+    One on the PATH comes first, and the linker stands in where there is none; neither is called.
     """
     with tempfile.TemporaryDirectory(prefix="paged-kv-") as folder:
         Path(folder, "cc").symlink_to(linker)
@@ -508,7 +502,7 @@ def _run(run: Callable[..., subprocess.CompletedProcess[str]]) -> None:
 
 
 def _brought(name: str, folder: str) -> Path:
-    """A file that the Mojo compiler brings.
+    """A file of the package mojo-compiler.
 
     Raises:
         ToolchainError: it is missing.

@@ -47,7 +47,7 @@ class Variant:
         return f"{self.op.replace('_', ' ')} ({self.dtype.name}{over}{to})"
 
     def key(self, architecture: str = "") -> CompileKey:
-        """Return what the graph depends on; `architecture` is a GPU's, with its number."""
+        """The key of the graph's artefact; `architecture` is a GPU's, with its number."""
         return CompileKey(self.name, ("runtime/variants.py",), architecture)
 
     def bundle(self) -> list[Variant]:
@@ -71,10 +71,9 @@ class Variant:
         append: k, v, batch_indices, positions; gather: indptr and an array of any content in the shape of the result,
         `[N, Hk, D]` int8), then k_blocks, v_blocks, lookup_table, view, and for both kinds of attention alibi_slopes,
         sinks, window_left, options.
-        `view`, `window_left` and `options` lie on the host, all else on the device. Of merge: v `[S, n, H, D]` and
+        `view`, `window_left` and `options` are on the host, all else on the device. Of merge: v `[S, n, H, D]` and
         s `[S, n, H]`. Of mla_attention: q_nope, q_pe, row_batch, row_lengths, the storage with kpe as K and ckv as V,
-        sinks, options. No two inputs share the name of a size, so that sizes which differ are refused by the op, in its
-        words, and not by MAX before.
+        sinks, options. No two inputs share the name of a size: so the op itself refuses sizes that differ, not MAX.
         """
         _BUILDERS[self.op](_Build(self, module, device or DeviceRef.CPU(), batch_invariant, gpu_kernel))
 
