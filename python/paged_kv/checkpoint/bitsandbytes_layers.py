@@ -14,11 +14,12 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from paged_kv.checkpoint.integer_layers import Array, GroupedWeight, Part
+from paged_kv.checkpoint.integer_layers import Array, GroupedWeight, Part, check_finite, required
 from paged_kv.graphs.encodings import Encoding
 from paged_kv.graphs.models.fields import Fields
 
@@ -91,12 +92,7 @@ class FourBits:
 
     def unpack(self, rows: int, inputs: int, read: Callable[[str], Array | None]) -> CodedWeight:
         """As `Packing`."""
-
-        def get(name: str) -> Array:
-            tensor = read(name)
-            assert tensor is not None
-            return tensor
-
+        get = partial(required, read)
         offset = self._offset(get(self._state).tobytes(), rows, inputs)
         magnitudes, table = get("weight.absmax"), get("weight.quant_map")
         if self.nested:
@@ -152,13 +148,10 @@ class EightBits:
     def unpack(self, rows: int, inputs: int, read: Callable[[str], Array | None]) -> GroupedWeight:
         """As `Packing`."""
         del rows, inputs
-        codes, scales, layout = read("weight"), read("SCB"), read("weight_format")
-        assert codes is not None
-        assert scales is not None
+        codes, scales, layout = required(read, "weight"), required(read, "SCB"), read("weight_format")
         if layout is not None and layout.any():
             raise ValueError(f"weight_format is {int(layout.max())}, expected 0, which is rows")
-        if not np.isfinite(scales).all():
-            raise ValueError("a scale is not finite")
+        check_finite(scales)
         return GroupedWeight(codes, (scales[:, None] / 127).astype(np.float32), None)
 
 

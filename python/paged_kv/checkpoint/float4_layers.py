@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from paged_kv.checkpoint import mxfp4, nvfp4
 from paged_kv.checkpoint.float8_layers import Float8Packing
-from paged_kv.checkpoint.integer_layers import Array, Part
+from paged_kv.checkpoint.integer_layers import Array, Part, check_finite, required
 from paged_kv.graphs.encodings import Encoding
 from paged_kv.graphs.models.fields import Fields
 
@@ -100,23 +100,18 @@ class Float4Packing:
     def unpack(self, rows: int, inputs: int, read: Callable[[str], Array | None]) -> Float4Weight:
         """Read a layer from its tensors."""
         del rows, inputs
-        codes, stored = read(self.codes), read("weight_scale")
-        assert codes is not None
-        assert stored is not None
+        codes, stored = required(read, self.codes), required(read, "weight_scale")
         if self.whole is None:
             powers = stored.view(np.uint8)
             if (powers == mxfp4.NAN).any():
                 raise ValueError("a scale is not finite")
             return Float4Weight(codes, np.ldexp(1.0, powers.astype(np.int32) - 127).astype(np.float32), powers, None)
-        whole = read(self.whole)
-        assert whole is not None
-        number = whole.astype(np.float32).reshape(1)
+        number = required(read, self.whole).astype(np.float32).reshape(1)
         scales = stored.astype(np.float32)
         with np.errstate(all="ignore"):
             number = np.float32(1) / number if self.divides else number
             scales *= number
-        if not np.isfinite(scales).all():
-            raise ValueError("a scale is not finite")
+        check_finite(scales)
         return Float4Weight(codes, scales, stored.view(np.uint8), number[0])
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from paged_kv.checkpoint.integer_layers import FLOATS, Array, Part
+from paged_kv.checkpoint.integer_layers import FLOATS, Array, Part, check_finite, required
 from paged_kv.graphs.encodings import Encoding
 from paged_kv.graphs.models.fields import Fields
 
@@ -75,13 +75,9 @@ class Float8Packing:
 
     def unpack(self, rows: int, inputs: int, read: Callable[[str], Array | None]) -> Float8Weight:
         """As `Packing`."""
-        values, scales = read("weight"), read(self.scale)
-        assert values is not None
-        assert scales is not None
-        scales = np.atleast_2d(scales.astype(np.float32))
-        if not np.isfinite(scales).all():
-            raise ValueError("a scale is not finite")
-        return Float8Weight(values, scales, self._sizes(rows, inputs))
+        scales = np.atleast_2d(required(read, self.scale).astype(np.float32))
+        check_finite(scales)
+        return Float8Weight(required(read, "weight"), scales, self._sizes(rows, inputs))
 
     def _sizes(self, rows: int, inputs: int) -> tuple[int, int]:
         high, wide = self.block or (-1, -1)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from paged_kv.checkpoint.integer_layers import FLOATS, Array, Part
+from paged_kv.checkpoint.integer_layers import FLOATS, Array, Part, required
 from paged_kv.graphs.encodings import Encoding
 from paged_kv.graphs.models.fields import Fields
 
@@ -90,7 +90,7 @@ class HqqPacking:
 
     @property
     def codes_name(self) -> str:
-        """The tensor that tells a quantised layer."""
+        """As `Packing`."""
         return "W_q"
 
     def unpack(self, rows: int, inputs: int, read: Callable[[str], Array | None]) -> HqqWeight:
@@ -99,10 +99,7 @@ class HqqPacking:
             number = read(name)
             if number is not None and int(number.reshape(())) != getattr(self, field):
                 raise ValueError(f"{name} is {int(number.reshape(()))}, the configuration says {getattr(self, field)}")
-        stored, scales, zeros = (read(name) for name in ("W_q", "scale", "zero"))
-        assert stored is not None
-        assert scales is not None
-        assert zeros is not None
+        stored, scales, zeros = (required(read, name) for name in ("W_q", "scale", "zero"))
         (high, _), _ = self._matrix(rows, inputs)
         size = 30 if self.bits == 3 else 8
         shifts = range(size - self.bits, -1, -self.bits)

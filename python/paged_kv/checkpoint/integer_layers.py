@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -173,12 +174,7 @@ class IntegerPacking:
 
     def unpack(self, rows: int, inputs: int, read: Callable[[str], Array | None]) -> GroupedWeight:
         """As `Packing`; a ValueError too where `g_idx` is no order of whole groups."""
-
-        def get(name: str) -> Array:
-            tensor = read(name)
-            assert tensor is not None
-            return tensor
-
+        get = partial(required, read)
         group, half = self.group or inputs, 1 << (self.bits - 1)
         index = None
         zeros: Array | None = None
@@ -206,8 +202,7 @@ class IntegerPacking:
         else:
             scales = get("scales").T.astype(np.float32)
             codes, zeros = (_awq(get(name)).T for name in ("qweight", "qzeros"))
-        if not np.isfinite(scales).all():
-            raise ValueError("a scale is not finite")
+        check_finite(scales)
         order = None if index is None or np.all(index == -1) else _order(index, group, inputs)
         codes = np.ascontiguousarray(codes if order is None else codes[:, order])
         zeros = None if zeros is None else np.ascontiguousarray(zeros, np.uint8)
@@ -267,6 +262,19 @@ def _bits(fields: Fields, key: str, legal: tuple[int, ...]) -> int:
 
 def _group(fields: Fields, key: str) -> int | None:
     return None if fields.get(key) == -1 else fields.integer(key)
+
+
+def required(read: Callable[[str], Array | None], name: str) -> Array:
+    """A tensor of a layer that `Packing.tensors` has as one that must be there."""
+    tensor = read(name)
+    assert tensor is not None
+    return tensor
+
+
+def check_finite(scales: Array) -> None:
+    """Refuses scales of which one is not finite."""
+    if not np.isfinite(scales).all():
+        raise ValueError("a scale is not finite")
 
 
 def _fields(packed: Array, bits: int) -> npt.NDArray[np.uint8]:
