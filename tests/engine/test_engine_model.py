@@ -23,7 +23,6 @@ SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "
 SLOTS = 400
 BYTES = {"int8": 20, "int4": 12}
 """The bytes of a head of 16 elements and its scale."""
-"""Each model, and one whose pages mean something else."""
 
 
 @pytest.fixture(scope="module")

@@ -51,8 +51,7 @@ def test_an_interrupt_during_an_import_is_no_traceback(module, command):
 
 @pytest.fixture
 def no_model(monkeypatch):
-    module = sys.modules["paged_kv.commands.generate"]  # the package has the command under that name
-    monkeypatch.setattr(module, "load_model", lambda *_: pytest.fail("it loads the model"))
+    monkeypatch.setattr("paged_kv.commands.generation.load_model", lambda *_: pytest.fail("it loads the model"))
 
 
 @pytest.mark.usefixtures("no_model")

@@ -373,7 +373,7 @@ def test_generate_says_it_in_a_line(tmp_path, monkeypatch, capsys):
     def no_model(*_, **__):
         raise CheckpointError("no model")
 
-    monkeypatch.setattr("paged_kv.commands.generate.load_model", no_model)
+    monkeypatch.setattr("paged_kv.commands.generation.load_model", no_model)
     quantise(tmp_path, "awq 4")
     assert _run(["generate", "--model", str(tmp_path), "--prompt", "a", "--dtype", "bfloat16"]) == 2
     assert "AWQ weights of 4 bits are dequantised to bfloat16 at load\n" in capsys.readouterr().err

@@ -55,7 +55,7 @@ class RefusedLine:
 Lines = list[PromptLine | RefusedLine]
 
 
-def given(prompts: Sequence[str], sampling: Sampling, n: int) -> Lines:
+def lines_of(prompts: Sequence[str], sampling: Sampling, n: int) -> Lines:
     """The requests of `--prompt`: prompt i draws from the streams of seed + i."""
     return [
         PromptLine(index, prompt, replace(sampling, seed=(sampling.seed or 0) + index), n)

@@ -134,9 +134,10 @@ def unpack(
         raise
     except Exception as error:  # damage of any kind, as several parsers report it
         raise CheckpointError(f"{name}: cannot be read: {printable(error)}") from None
-    kinds = (bits.dtype, bits.shape, tokens.dtype, tokens.shape, len(tensors))
-    if kinds != (kind.dtype, (1, *kind.shape), np.int64, (page_size,), 2):
-        raise CheckpointError(f"{name}: expected {page_size} tokens and {kind}, got tensors of {kinds}")
+    layout = {each: (str(tensor.dtype), tensor.shape) for each, tensor in tensors.items()}
+    expected_layout = {"tokens": ("int64", (page_size,)), "pages": (str(kind.dtype), (1, *kind.shape))}
+    if layout != expected_layout:
+        raise CheckpointError(f"{name}: expected tensors {expected_layout}, got {layout}")
     return tokens, bits
 
 

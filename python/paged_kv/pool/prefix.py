@@ -141,12 +141,6 @@ class PrefixCache:
             RequestError, PoolExhausted, ContractTypeError, ContractError: as `PagePool.start`.
         """
         start, prompt = self.namespace(namespace), _checked_tokens(tokens)
-        return self._start(request_id, len(prompt), start, prompt)
-
-    def _start(
-        self, request_id: Hashable, num_tokens: int | None, start: Namespace, prompt: npt.NDArray[np.int64]
-    ) -> int:
-        """Starts a request with the known pages of a prompt; returns how many tokens they have."""
         found: list[_Record] = []
 
         def start_with(windows: Mapping[int, Any] | None) -> None:
@@ -154,7 +148,7 @@ class PrefixCache:
                 found.extend(self._find(start, prompt, known, windows))
                 return [record.page for record in found]
 
-            self._pool.start(request_id, num_tokens, find)
+            self._pool.start(request_id, len(prompt), find)
 
         if self._windows is None:
             start_with(None)
