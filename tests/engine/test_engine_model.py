@@ -93,7 +93,7 @@ def test_requests_that_share_get_the_tokens_that_each_gets_alone(models, name, c
         for sample in range(n):
             # One sample at a time: sample i of a request draws from stream i.
             number = single.add_request(prompt, sampling)
-            single._take_wanted()
+            single._take_submitted()
             waiting = single._batching.waiting
             waiting[-1] = Sample(waiting[-1].request, sample, waiting[-1].tokens)
             run(single, alone)

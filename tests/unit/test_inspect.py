@@ -50,7 +50,7 @@ def test_a_trace_says_what_the_pool_says(tmp_path):
     assert (history.free >= 0).all()
     assert history.owners.max() > 1
     assert history.copied > 0
-    assert history.found > 0
+    assert history.hits > 0
     assert (history.used[-1], history.cached[-1]) == (0, counts[-1].cached)
 
 
@@ -70,7 +70,7 @@ def test_the_map_shows_owners_over_time(read):
     assert history.owners[2:].max() == 0
     assert history.used.tolist() == [2, 2, 2, 1, 0, 0]
     assert history.cached.tolist() == [0, 0, 0, 0, 1, 0]
-    assert (history.requests, history.found, history.evicted) == (2, 1, 1)
+    assert (history.requests, history.hits, history.evicted) == (2, 1, 1)
 
 
 def test_many_pages_share_rows(read):

@@ -62,7 +62,7 @@ def state(made: Any) -> Told:
     pool.check_integrity()
     inside = pool._state
     requests = {request_id: (pool.length(request_id), pool.pages(request_id)) for request_id in inside.requests}
-    known = {page: record.tokens for page, record in inside.pages.known.items()}
+    known = {page: record.tokens for page, record in inside.pages.contents.items()}
     return Told(requests, known, list(inside.pages.cached), pool.count())
 
 

@@ -96,9 +96,11 @@ def test_a_fork_copies_the_partial_page_when_one_of_them_writes():
     shared.fork("a", "b")
     shared.fork("a", "c")
     assert shared.pool.num_used == 2
-    with pytest.raises(ContractError, match=r"request 'a': the new tokens go to page 1, which other requests own too"):
+    with pytest.raises(
+        ContractError, match=r"request 'a': page 1 is shared by other requests: pass copy= to duplicate"
+    ):
         shared.pool.reserve("a", 1)
-    with pytest.raises(ContractError, match="give copy"):
+    with pytest.raises(ContractError, match="pass copy="):
         shared.pool.extend("b", 1, lambda *_: pytest.fail("nothing is written"))
     shared.append("a", [60])
     shared.append("b", [61, 62, 63])
@@ -199,10 +201,10 @@ def test_clear_forgets_prefixes_and_frees_cached_pages():
 @pytest.mark.parametrize(
     ("corrupt", "message"),
     [
-        (lambda s: s.pages.known.pop(0), "page 0 is cached, and its content is not known"),
+        (lambda s: s.pages.contents.pop(0), "page 0 is cached and has no content"),
         (
             lambda s: s.pages.returned.append(s.pages.cached.forget([0]) and 0),
-            "the content of page 0 is known, and it is free",
+            "page 0 has a content, and it is free",
         ),
         (lambda s: s.pages.shared.update({2: 3}), "page 2 counts 3 owners and has 2"),
         (lambda s: s.pages.shared.pop(2), "page 2 is held twice: by request 'b' and by request 'c'"),

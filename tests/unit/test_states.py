@@ -163,7 +163,7 @@ def test_a_fork_shares_the_state_until_one_of_them_goes_on(known):
         ),
         (lambda known: known.store("a", tokens(12), states={16: 1}), "of 12 tokens, not at 16"),
         (lambda known: known.store("a", tokens(12), states={12: 0}), "states has slots .* that are not its own"),
-        (lambda known: known.pool.take_states("a", 1, 2), "wanted must be at least 2, not 1"),
+        (lambda known: known.pool.take_states("a", 1, 2), "most must be at least 2, not 1"),
     ],
 )
 def test_what_is_not_its_own_is_refused(known, call, message):
@@ -175,8 +175,8 @@ def test_what_is_not_its_own_is_refused(known, call, message):
     ("corrupt", "message"),
     [
         (lambda s: s.states.returned.append(1), "slot 1 is held twice"),
-        (lambda s: s.checkpoints.clear(), "the checkpoints of pages are not the slots that are known"),
-        (lambda s: s.pages.known.clear() or s.pages.cached.forget([*s.pages.cached]), "has the checkpoint 0"),
+        (lambda s: s.checkpoints.clear(), "the checkpoints of pages are not the slots with contents"),
+        (lambda s: s.pages.contents.clear() or s.pages.cached.forget([*s.pages.cached]), "has the checkpoint 0"),
         (lambda s: setattr(s.requests["a"], "state", None), "slot 1 is leaked"),
     ],
 )
@@ -191,7 +191,7 @@ def test_slots_follow_from_the_table_after_an_exception(known):
     before = known.pool.count_states()
     with suppress(KeyboardInterrupt), state:
         state.states.returned, state.states.shared = [], {1: 7}
-        state.states.known[3] = 7  # a page that is not known
+        state.states.contents[3] = 7  # a page without contents
         raise KeyboardInterrupt
     assert known.pool.count_states() == before
     known.pool.check_integrity()

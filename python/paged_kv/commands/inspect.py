@@ -43,7 +43,7 @@ def summary(history: PageHistory) -> str:
     return (
         f"{history.pages} pages of {history.page_size} tokens, {history.requests} samples in {seconds:.2f} s\n"
         f"used at most: {peak} pages; owners of a page at most: {shared}\n"
-        f"found: {history.found} pages of prompts; copied: {history.copied}; evicted: {history.evicted}"
+        f"found: {history.hits} pages of prompts; copied: {history.copied}; evicted: {history.evicted}"
     )
 
 

@@ -161,8 +161,8 @@ def structure_of(json_schema: Path | None, regex: str | None, grammar: Path | No
     Raises:
         ContractTypeError, ContractError: there are several, a file cannot be read, or a structure is malformed.
     """
-    given = {"--json-schema": json_schema, "--regex": regex, "--grammar": grammar}
-    names = [name for name, value in given.items() if value is not None]
+    structures = {"--json-schema": json_schema, "--regex": regex, "--grammar": grammar}
+    names = [name for name, value in structures.items() if value is not None]
     if len(names) > 1:
         raise ContractError(f"a text has one structure: {' or '.join(names)}, not both")
     if json_schema is not None:

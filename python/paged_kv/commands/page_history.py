@@ -40,7 +40,7 @@ class PageHistory:
     requests: int
     evicted: int
     copied: int
-    found: int
+    hits: int
     """Pages of prompts that were known."""
 
     @property
@@ -116,7 +116,7 @@ class _Map:
 
     def __init__(self, pages: int, rows: int, bins: int, end: float) -> None:
         self.owners = np.zeros(pages, np.int64)
-        self.known = np.zeros(pages, bool)
+        self.stored = np.zeros(pages, bool)
         self.painted = np.zeros((min(rows, pages), bins), np.int64)
         self.used = self.cached = 0
         self._row = np.arange(pages) * len(self.painted) // pages
@@ -140,7 +140,7 @@ class _Map:
             elif kind == "copied":
                 self.owners[page] += 1 if at else -1
             elif kind in ("stored", "evicted"):
-                self.known[page] = kind == "stored"
+                self.stored[page] = kind == "stored"
             else:
                 raise ContractError(f"event {printable(repr(kind))} is unknown")
             if self.owners[page] < 0:
@@ -158,7 +158,7 @@ class _Map:
 
     def _value(self, page: int) -> int:
         owners = int(self.owners[page])
-        return owners + 1 if owners else int(self.known[page])
+        return owners + 1 if owners else int(self.stored[page])
 
     def _paint(self, page: int, value: int, column: int) -> None:
         cells = self.painted[self._row[page], self._since[page] : column + 1]
@@ -166,22 +166,22 @@ class _Map:
 
 
 def _history(pages: int, page_size: int, events: list[_Event], rows: int, bins: int) -> PageHistory:
-    found = _Map(pages, rows, bins, events[-1][0] if events else 0.0)
+    page_map = _Map(pages, rows, bins, events[-1][0] if events else 0.0)
     used, cached = np.zeros(len(events), np.int64), np.zeros(len(events), np.int64)
     for at, (time, kind, _, ids) in enumerate(events):
-        found.apply(time, kind, ids)
-        used[at], cached[at] = found.used, found.cached
+        page_map.apply(time, kind, ids)
+        used[at], cached[at] = page_map.used, page_map.cached
     return PageHistory(
         pages=pages,
         page_size=page_size,
         seconds=np.array([time for time, *_ in events]),
         used=used,
         cached=cached,
-        owners=found.finish(),
+        owners=page_map.finish(),
         requests=len({request for _, kind, request, _ in events if kind in _GAINS}),
         evicted=_count(events, "evicted"),
         copied=_count(events, "copied") // 2,
-        found=_count(events, "hit"),
+        hits=_count(events, "hit"),
     )
 
 

@@ -32,7 +32,7 @@ def _read_config(context: click.Context, option: click.Parameter, file: Path | N
     if file is None:
         return
     try:
-        given = tomllib.loads(read_regular(file, _MOST_BYTES).decode())
+        settings = tomllib.loads(read_regular(file, _MOST_BYTES).decode())
     except (OSError, ValueError) as error:
         raise ContractError(f"--config {printable(file)}: cannot be read: {printable(error)}") from None
     options = {
@@ -42,7 +42,7 @@ def _read_config(context: click.Context, option: click.Parameter, file: Path | N
         if parameter.name not in ("config", "help")
     }
     values: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in settings.items():
         declared = options.get(name.replace("_", "-"))
         if declared is None:
             raise ContractError(f"--config {printable(file)}: {printable(repr(name))} is no option of this command")

@@ -41,15 +41,15 @@ def output_file(option: str, path: Path | None, mode: Literal["w", "wb"] = "w") 
 
 
 @contextmanager
-def traced(pool: PagePool, file: IO[str] | None, **said: Any) -> Iterator[None]:
+def traced(pool: PagePool, file: IO[str] | None, **details: Any) -> Iterator[None]:
     """Writes what happens to the pool's pages to a file of `output_file` until it leaves; to none where it is None.
 
-    The first line says `said` of the pages too.
+    The first line has `details` of the pages too.
     """
     if file is None:
         yield
         return
-    head = {"format": FORMAT, "pages": pool.num_pages, "page_size": pool.page_size, **said}
+    head = {"format": FORMAT, "pages": pool.num_pages, "page_size": pool.page_size, **details}
     file.write(json.dumps(head) + "\n")
     began = time.monotonic()
 

@@ -78,10 +78,10 @@ def write_demo_checkpoint(folder: Path | str, *, seed: int = 0) -> Path:
         CheckpointError: it is there and is not a demo checkpoint, or it cannot be written.
     """
     path = checkpoint_path(folder)
-    found = _stamp(path)
-    if _is_complete(path, found, seed):
+    stamp = _stamp(path)
+    if _is_complete(path, stamp, seed):
         return path
-    if found is None and path.exists() and not _is_empty_folder(path):
+    if stamp is None and path.exists() and not _is_empty_folder(path):
         raise CheckpointError(f"{path}: is there already and is no demo checkpoint: it is not overwritten")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

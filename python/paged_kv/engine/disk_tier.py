@@ -198,11 +198,11 @@ class DiskPages:
             How many were written; the others are as before.
         """
         for at, page in enumerate(pages, first):
-            found = self._read(chain, tokens, at, _PAGE)
-            if found is None:
+            bits = self._read(chain, tokens, at, _PAGE)
+            if bits is None:
                 self._miss(chain[at + 1 :], _PAGE)
                 return at - first
-            self._model.write_pages([page], found)
+            self._model.write_pages([page], bits)
         return len(pages)
 
     def restore_with_state(
@@ -217,11 +217,11 @@ class DiskPages:
             at -= 1
         if self.off or at == first or self.restore(chain, tokens, first, pages[: at - first]) < at - first:
             return 0
-        found = self._read(chain, tokens, at - 1, _STATE)
-        if found is None:
+        bits = self._read(chain, tokens, at - 1, _STATE)
+        if bits is None:
             self._miss(chain[at : at + 1], _STATE)
             return 0
-        self._model.write_states([slot], found)
+        self._model.write_states([slot], bits)
         return at - first
 
     def restore_with_windows(
@@ -248,16 +248,16 @@ class DiskPages:
                 at = place
         if self.off or at == first or self.restore(chain, tokens, first, pages[: at - first]) < at - first:
             return 0
-        found = {}
+        window_bits = {}
         for place in seen(at):
             if place >= first:
                 bits = self._read(chain, tokens, place, _WINDOW)
                 if bits is None:
                     self._miss(chain[place + 1 : place + 2], _WINDOW)
                     return 0
-                found[place] = bits
+                window_bits[place] = bits
         for place, page in take(at).items():
-            self._model.write_pages([page], found[place], windows=True)
+            self._model.write_pages([page], window_bits[place], windows=True)
         return at - first
 
     def offer(
@@ -446,16 +446,16 @@ class DiskPages:
         """Finds out what is there. Who has the lock removes what a writer that was killed left."""
         with suppress(FileNotFoundError):
             os.unlink(_UNFINISHED, dir_fd=self._folder)
-        found, times = {}, {}
+        sizes, times = {}, {}
         with os.scandir(self._folder) as entries:
             for entry in entries:
                 if _NAME.fullmatch(entry.name):
                     with suppress(FileNotFoundError):  # removed by a reader
                         status = entry.stat(follow_symlinks=False)
                         if stat.S_ISREG(status.st_mode) and is_own(status):
-                            found[entry.name], times[entry.name] = status.st_size, status.st_mtime_ns
-        self._sizes, self._bytes, self._order = found, sum(found.values()), EvictionOrder()
-        self._order.use(sorted(found, key=times.__getitem__, reverse=True))
+                            sizes[entry.name], times[entry.name] = status.st_size, status.st_mtime_ns
+        self._sizes, self._bytes, self._order = sizes, sum(sizes.values()), EvictionOrder()
+        self._order.use(sorted(sizes, key=times.__getitem__, reverse=True))
 
     def _make_room(self, size: int) -> None:
         """Removes the files that are evicted first until `size` more bytes fit."""

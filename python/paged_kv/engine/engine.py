@@ -124,7 +124,7 @@ class Engine:
             max_gap=max_gap,
         )
         self._numbers = count()
-        self._wanted: deque[Request] = deque()  # requests to add or to end, since the last step
+        self._submitted: deque[Request] = deque()  # requests to add or to end, since the last step
         self._unfinished: dict[int, Request] = {}
         self._outputs = Outbox()  # of the requests that no stream reads
         self._interrupted = False  # an exception ended the last step, or one is under way
@@ -159,7 +159,7 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Samples that have no pages yet, or gave them back."""
-        return len(self._batching.waiting) + len(self._wanted)
+        return len(self._batching.waiting) + len(self._submitted)
 
     @property
     def num_running(self) -> int:
@@ -174,7 +174,7 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """True if every request has ended, and `step` has returned all it has."""
-        return not self._unfinished and not self._wanted and self._outputs.is_empty
+        return not self._unfinished and not self._submitted and self._outputs.is_empty
 
     def has_ended(self, request: int) -> bool:
         """Return whether all samples of a request have ended, or it was aborted."""
@@ -221,7 +221,7 @@ class Engine:
     def add(self, request: Request) -> int:
         """Adds a request that was prepared, once; returns its number."""
         self._unfinished[request.number] = request
-        self._wanted.append(request)
+        self._submitted.append(request)
         return request.number
 
     def abort(self, request: int) -> None:
@@ -231,14 +231,14 @@ class Engine:
             RequestError: it is unknown, or has ended.
         """
         try:
-            found = self._unfinished.get(request)
+            submitted = self._unfinished.get(request)
         except Exception:  # a `__hash__` may raise anything
-            found = None
-        if found is None:
+            submitted = None
+        if submitted is None:
             raise RequestError(f"request {shown(request)} is unknown, or has ended")
-        found.aborted = True
-        self._wanted.append(found)
-        self._unfinished.pop(found.number, None)
+        submitted.aborted = True
+        self._submitted.append(submitted)
+        self._unfinished.pop(submitted.number, None)
 
     def step(self) -> list[Output]:
         """Computes the next tokens; returns what came of them, nothing where no request is left or only prompts ran.
@@ -258,10 +258,10 @@ class Engine:
             if self._interrupted:
                 self._recover()
             self._interrupted = True
-            self._take_wanted()
+            self._take_submitted()
             began = time.perf_counter()
             if batch := self._batching.next_batch():
-                counts = [_rows_wanted(sample, new) for sample, new in batch]
+                counts = [_logit_rows(sample, new) for sample, new in batch]
                 self._continue(batch, counts, self._execute(batch, counts, began))
             self._interrupted = False
 
@@ -320,9 +320,9 @@ class Engine:
         if self._stepping._is_owned():  # type: ignore[attr-defined]
             raise ContractError("this thread is inside a step: decoders and signal handlers may not call the engine")
 
-    def _take_wanted(self) -> None:
-        while self._wanted:
-            request = self._wanted[0]
+    def _take_submitted(self) -> None:
+        while self._submitted:
+            request = self._submitted[0]
             if request.aborted:
                 self._unfinished.pop(request.number, None)
                 for sample in self._batching.samples.values():
@@ -330,7 +330,7 @@ class Engine:
                         self._batching.end(sample)
             else:
                 self._batching.add(Sample(request, 0, list(request.prompt)))
-            self._wanted.popleft()  # last: an exception before it does all again
+            self._submitted.popleft()  # last: an exception before it does all again
 
     def _execute(self, batch: Batch, counts: list[int], began: float) -> npt.NDArray[np.float32]:
         """Logits after the last `counts[i]` tokens of each sample; all of them are in the cache afterwards."""
@@ -511,7 +511,7 @@ def _speculation(speculate: Any, model: EngineModel, max_step_tokens: int, share
     return Speculation(DraftModel(speculate, model.config.vocab_size, max_step_tokens, share_prefixes))
 
 
-def _rows_wanted(sample: Sample, new: list[int]) -> int:
+def _logit_rows(sample: Sample, new: list[int]) -> int:
     """After how many of the tokens that a sample brings to a step its logits are wanted."""
     if sample.request.wants_prompt:
         return len(new)
@@ -523,8 +523,8 @@ def _add_prompt_logprobs(sample: Sample, logits: npt.NDArray[np.float32]) -> Non
     request = sample.request
     for at, row in enumerate(logits, sample.cached):
         if at == len(request.prompt_logprobs) and at + 1 < len(request.prompt):
-            found = logprobs_of(row, request.prompt[at + 1], request.sampling.prompt_logprobs or 0)
-            request.prompt_logprobs.append(found)
+            logprobs = logprobs_of(row, request.prompt[at + 1], request.sampling.prompt_logprobs or 0)
+            request.prompt_logprobs.append(logprobs)
 
 
 def _decode(sample: Sample, decoder: StopText, token: int, new: int) -> tuple[str, bool, bool]:
@@ -537,5 +537,5 @@ def _decode(sample: Sample, decoder: StopText, token: int, new: int) -> tuple[st
 
 
 def _failed(sample: Sample, error: Exception | str) -> Output:
-    said = str(error) if isinstance(error, PagedKVError | str) else shown(error)
-    return Output(*sample.key, (), "", "error", said)
+    message = str(error) if isinstance(error, PagedKVError | str) else shown(error)
+    return Output(*sample.key, (), "", "error", message)

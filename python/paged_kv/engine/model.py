@@ -212,12 +212,12 @@ class DecoderModel:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the weights and of the geometry, in hexadecimal: some 0.6 s a gigabyte, once."""
-        found = hashlib.sha256(f"{self.geometry} {self.page_kind[0]}".encode())
+        digest = hashlib.sha256(f"{self.geometry} {self.page_kind[0]}".encode())
         for name in sorted(self.weights):
             array = self.weights[name]
-            found.update(f"{name} {array.dtype} {array.shape}".encode())
-            found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-        return found.hexdigest()
+            digest.update(f"{name} {array.dtype} {array.shape}".encode())
+            digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        return digest.hexdigest()
 
     @cached_property
     def kernels(self) -> str:
@@ -310,9 +310,9 @@ class DecoderModel:
         """
         self.check_tokens(tokens)
         inputs = step_inputs(tokens, cache_lengths, pages, self._blocks)
-        wanted = (inputs.row_offsets[1:] - 1).astype(np.int32)
+        output_rows = (inputs.row_offsets[1:] - 1).astype(np.int32)
         if counts is not None:
-            wanted = _last_rows(inputs.row_offsets, counts)
+            output_rows = _last_rows(inputs.row_offsets, counts)
         of_windows, of_states = [], []
         if self._window_blocks is not None:
             width = inputs.lookup_table.shape[1]
@@ -322,7 +322,7 @@ class DecoderModel:
             if states is None:
                 raise ContractError("states: a model with recurrent layers needs them")
             of_states = state_inputs(states.sources, states.saves, self._states).flatten()
-        values = (*inputs.flatten(), *of_windows, *of_states, wanted)
+        values = (*inputs.flatten(), *of_windows, *of_states, output_rows)
         if self._program is not None:
             profiles = self._profiles
             profile = None if profiles is None else profiles[any(len(each) > 1 for each in tokens)]
@@ -379,8 +379,8 @@ class DecoderModel:
         for request, new in enumerate(tokens):
             for token in new:
                 if not 0 <= token < self.config.vocab_size:
-                    known = f"an id from 0 to {self.config.vocab_size - 1}"
-                    raise ContractError(f"tokens: request {request} has {shown(token)}, expected {known}")
+                    expected = f"an id from 0 to {self.config.vocab_size - 1}"
+                    raise ContractError(f"tokens: request {request} has {shown(token)}, expected {expected}")
 
 
 def default_states(num_pages: int, page_bytes: int, state_bytes: int) -> int:

@@ -84,9 +84,9 @@ def _biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
         raise ContractTypeError(f"{name} must map token ids to numbers, not {shown(value)}") from None
     number = Range("from -100 to 100", -100, 100)
     biases = {}
-    for given, bias in pairs:
+    for key, bias in pairs:
         # The keys of a JSON object are texts.
-        token = int(given) if isinstance(given, str) and given.isdecimal() and len(given) < 20 else given
+        token = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key
         token = integer(f"{name}: a token", token, 0)
         biases[token] = number.check(f"{name} of token {shown(token)}", bias)
     return tuple(sorted(biases.items()))
@@ -449,25 +449,25 @@ def _draw(scores: Logits, sampling: Sampling, uniform: float) -> int:
     ids = _largest(scores, sampling.top_k) if 0 < sampling.top_k < scores.size else None
     weights = _weights(scores if ids is None else scores[ids], sampling.temperature)
     total = mass = float(weights.sum())
-    kept, likely = weights.size, weights
+    count, likely = weights.size, weights
     if sampling.top_p < 1:
         # The token that reaches top_p is the last one in.
         rank, _, mass = _reach(weights, total, np.nextafter(sampling.top_p * total, 0))
-        kept = rank + 1
+        count = rank + 1
     if sampling.min_p > 0:
         above = np.compress(weights >= sampling.min_p, weights)  # the largest weight is 1
-        if above.size < kept:
-            kept, likely, total = above.size, above, float(above.sum())
+        if above.size < count:
+            count, likely, total = above.size, above, float(above.sum())
             mass = total
     if sampling.typical_p < 1:
-        at = _draw_typical(weights, kept, sampling.typical_p, uniform)
+        at = _draw_typical(weights, count, sampling.typical_p, uniform)
         return int(at if ids is None else ids[at])
     rank, value, _ = _reach(likely, total, uniform * mass)
-    if rank >= kept or value == 0:  # by rounding
-        rank = min(kept, int(np.count_nonzero(weights))) - 1
+    if rank >= count or value == 0:  # by rounding
+        rank = min(count, int(np.count_nonzero(weights))) - 1
         value = np.sort(weights)[-1 - rank]
-    found = np.flatnonzero(weights == value)
-    at = found[0 if found.size == 1 else rank - np.count_nonzero(weights > value)]
+    places = np.flatnonzero(weights == value)
+    at = places[0 if places.size == 1 else rank - np.count_nonzero(weights > value)]
     return int(at if ids is None else ids[at])
 
 
@@ -479,10 +479,10 @@ def _draw_typical(weights: Floats, count: int, typical_p: float, uniform: float)
     distances = np.abs(logs - shares @ logs)
     nearest = np.argsort(distances, kind="stable")
     last = int(np.searchsorted(np.cumsum(shares[nearest]), typical_p))
-    is_kept = distances <= distances[nearest[min(last, nearest.size - 1)]]
-    sums = np.cumsum(shares[is_kept])
+    is_typical = distances <= distances[nearest[min(last, nearest.size - 1)]]
+    sums = np.cumsum(shares[is_typical])
     rank = int(np.searchsorted(sums, uniform * sums[-1], side="right"))
-    return int(order[is_kept][min(rank, sums.size - 1)])
+    return int(order[is_typical][min(rank, sums.size - 1)])
 
 
 def _weights(scores: Logits, temperature: float) -> Floats:

@@ -98,7 +98,7 @@ class DraftModel:
         """Up to `counts[i]` drafts for each sample. Samples that are not among `running` lose their pages."""
         for key in self._texts.keys() - {sample.key for sample in running}:
             self._leave(key)
-        found: list[list[int]] = [[] for _ in samples]
+        drafts: list[list[int]] = [[] for _ in samples]
         self._room = self._most
         histories = {
             at: sample.history.ahead(self.model.config.vocab_size)
@@ -117,11 +117,11 @@ class DraftModel:
                 self.seconds = _mean(self.seconds, perf_counter() - began)
             for at, choice in zip(list(histories), choices, strict=True):
                 if isinstance(choice, Choice) and choice.token < self._vocab_size:
-                    found[at].append(choice.token)
+                    drafts[at].append(choice.token)
                     histories[at].tokens.append(choice.token)
                 else:  # or its logits are no numbers
                     del histories[at]
-        return found
+        return drafts
 
     def _begin(self, sample: Sample, count: int) -> bool:
         """Gives a sample slots for its tokens and all drafts but the last, and computes all but its last tokens.
@@ -135,8 +135,8 @@ class DraftModel:
         try:
             if key not in self._texts:
                 self._leave(key)  # where an exception came right after its start
-                known = self._prefixes.start(key, tokens, space)
-                self._texts[key] = _Text(tokens[:known], known)
+                cached = self._prefixes.start(key, tokens, space)
+                self._texts[key] = _Text(tokens[:cached], cached)
             self._pool.reserve(key, max(0, length - self._pool.length(key)))
         except PoolExhausted:
             return False
@@ -169,10 +169,10 @@ class DraftModel:
 
     def _logits(self, texts: Mapping[tuple[int, int], Sequence[int]]) -> npt.NDArray[np.float32]:
         """The logits after some texts, `[n, vocab]`, a sample each."""
-        known = [self._texts[key].tokens for key in texts]
-        new = [list(tokens[len(each) :]) for each, tokens in zip(known, texts.values(), strict=True)]
-        logits = self.model.step(new, list(map(len, known)), [self._pool.pages(key) for key in texts])
-        for each, more in zip(known, new, strict=True):
+        cached = [self._texts[key].tokens for key in texts]
+        new = [list(tokens[len(each) :]) for each, tokens in zip(cached, texts.values(), strict=True)]
+        logits = self.model.step(new, list(map(len, cached)), [self._pool.pages(key) for key in texts])
+        for each, more in zip(cached, new, strict=True):
             each.extend(more)
         return logits
 
@@ -217,9 +217,9 @@ class Speculation:
                     if count:
                         self.learn(sample, 0, count)
                 return [[] for _ in samples]
-        found = [look_up(sample.history.array(), count) for sample, count in zip(samples, most, strict=True)]
-        counts = self._counts(samples, list(map(len, found)), rows)
-        return [drafts[:count] for drafts, count in zip(found, counts, strict=True)]
+        proposals = [look_up(sample.history.array(), count) for sample, count in zip(samples, most, strict=True)]
+        counts = self._counts(samples, list(map(len, proposals)), rows)
+        return [drafts[:count] for drafts, count in zip(proposals, counts, strict=True)]
 
     def learn(self, sample: Sample, right: int, drafted: int) -> None:
         """Says how many of a sample's drafts were right, up to the first that was wrong."""

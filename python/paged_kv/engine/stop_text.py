@@ -50,10 +50,10 @@ class StopText:
 
     def _take(self, piece: str) -> tuple[str, bool]:
         text = self._held + piece
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
+        places = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if places:
             self._held = ""
-            return text[: min(found)], True
+            return text[: min(places)], True
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False

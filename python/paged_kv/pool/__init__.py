@@ -1,6 +1,6 @@
 """Pages and the requests that own them: the only allocator of page ids, and the only order of eviction.
 
-`state` is the allocator, `eviction` the order in which known pages are taken, `page_pool` the operations on requests,
+`state` is the allocator, `eviction` the order in which cached pages are taken, `page_pool` the operations on requests,
 `prefix` the prefixes that requests share, `events` what listeners are told, `integrity` the proof that no page is lost.
 """
 

@@ -13,9 +13,9 @@ class PageEvent(NamedTuple):
     """An event of some pages.
 
     "allocated": a request got them. "shared": a request became one more owner. "copied": a request got the second as
-    its own copy of the first. "released": a request owns them no more. "stored": their tokens are known from now on.
-    "hit": a request begins with them, because its prompt begins with their tokens. "evicted": their tokens are known no
-    more; no request is named.
+    its own copy of the first. "released": a request owns them no more. "stored": their tokens are cached from now on.
+    "hit": a request begins with them, because its prompt begins with their tokens. "evicted": their tokens are no
+    longer cached; no request is named.
     """
 
     kind: EventKind
@@ -35,8 +35,8 @@ class Events:
 
     def add(self, kind: EventKind, request_id: Hashable, pages: Iterable[int]) -> None:
         """Notes an event that has pages, where somebody listens."""
-        if self.listeners and (told := tuple(pages)):
-            self._pending.append(PageEvent(kind, request_id, told))
+        if self.listeners and (page_ids := tuple(pages)):
+            self._pending.append(PageEvent(kind, request_id, page_ids))
 
     def tell(self) -> None:
         """Calls the listeners. What they raise is printed: the operation has been done."""

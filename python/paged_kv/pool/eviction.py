@@ -1,4 +1,4 @@
-"""The order of eviction, one for all: for known pages of a pool, files of the disk tier, blocks that a router knows."""
+"""The order of eviction, one for all: cached pages of a pool, files of the disk tier, blocks that a router knows."""
 
 from __future__ import annotations
 

@@ -22,10 +22,10 @@ def check_state(state: PoolState) -> None:
     _check_units("page", "pages", state, state.pages, RequestPages.owned)
     _check_units("slot", "slots of state", state, state.states, RequestPages.owned_states)
     for page, slot in state.checkpoints.items():
-        if page not in state.pages.known:
-            raise IntegrityError(f"page {page} has the checkpoint {slot}, and its content is not known")
-    if {page: slot for slot, page in state.states.known.items()} != state.checkpoints:
-        raise IntegrityError("the checkpoints of pages are not the slots that are known")
+        if page not in state.pages.contents:
+            raise IntegrityError(f"page {page} has the checkpoint {slot} and no content")
+    if {page: slot for slot, page in state.states.contents.items()} != state.checkpoints:
+        raise IntegrityError("the checkpoints of pages are not the slots with contents")
     for request_id, request in state.requests.items():
         length = request.length
         if length < 0:
@@ -73,11 +73,11 @@ def _check_units(
         if unit not in holder_of:
             raise IntegrityError(f"{one} {unit} is leaked: neither free nor held by a request")
     for unit in units.cached:
-        if unit not in units.known:
-            raise IntegrityError(f"{one} {unit} is cached, and its content is not known")
-    for unit in units.known:
+        if unit not in units.contents:
+            raise IntegrityError(f"{one} {unit} is cached and has no content")
+    for unit in units.contents:
         if holder_of.get(unit, "the free list") == "the free list":
-            raise IntegrityError(f"the content of {one} {unit} is known, and it is free")
+            raise IntegrityError(f"{one} {unit} has a content, and it is free")
 
 
 def _held_twice(one: str, unit: int, here: str, there: str) -> IntegrityError:

@@ -28,22 +28,22 @@ Write = Callable[[int, tuple[int, ...]], Any]
 """Stores new tokens: called with the slot in the first page that they begin at, and the pages."""
 
 
-class Known(NamedTuple):
-    """The part of a pool that is known."""
+class Cached(NamedTuple):
+    """The pages of a pool whose tokens are cached, with an owner or without one."""
 
     pages: Mapping[int, Any]
-    """The prefix cache's record of the tokens of each known page."""
+    """The prefix cache's record of each page's tokens."""
     checkpoints: Mapping[int, int] | None
-    """The slot of the state at the end of a page, where it is known; None of a pool without slots."""
+    """The slot of the state at the end of a page, where it is cached; None of a pool without slots."""
 
 
 class Counts(NamedTuple):
     """The numbers of pages in a pool; their sum is `num_pages`."""
 
     free: int
-    """No request owns them, and their content is not known."""
+    """No request owns them, and their tokens are not cached."""
     cached: int
-    """No request owns them, and their tokens are known; they are taken where no page is free."""
+    """No request owns them, and their tokens are cached; they are taken where no page is free."""
     used: int
     """Requests own them."""
 
@@ -82,7 +82,7 @@ class PagePool:
     """`num_pages` pages of `page_size` token slots each, handed to requests and taken back.
 
     A request's length counts the tokens it has slots for: token j lives in page `pages(request_id)[j // page_size]`,
-    slot `j % page_size`. Several requests own a page after `fork`, and where a prompt begins as a known one does
+    slot `j % page_size`. Several requests own a page after `fork`, and where a prompt begins as a cached one does
     (`prefix.PrefixCache`). Free pages are taken before cached ones, the cached page used least recently first.
 
     An operation does all it says, or raises and changes no request; cached pages that it needed may then be free. After
@@ -189,14 +189,14 @@ class PagePool:
         self,
         request_id: Hashable,
         num_tokens: int | None = 0,
-        find_prefix: Callable[[Known], Sequence[int]] | None = None,
+        find_prefix: Callable[[Cached], Sequence[int]] | None = None,
     ) -> tuple[int, ...]:
         """Adds a request with a prompt of `num_tokens` tokens and returns its pages, in token order.
 
         Args:
             request_id: The request.
-            num_tokens: Its tokens; with `find_prefix`, None for those of the pages found.
-            find_prefix: For `PrefixCache`: chooses the pages that the request begins with, from what is known; where
+            num_tokens: Its tokens; with `find_prefix`, None for those of its pages.
+            find_prefix: For `PrefixCache`: chooses the pages that the request begins with, of those cached; where
                 the pool has slots of state, the last of them has a checkpoint, which becomes the request's state. The
                 first ones may be `NO_PAGE`, as if they had been dropped. It must not call the pool.
 
@@ -207,7 +207,7 @@ class PagePool:
             ContractError: `num_tokens` is negative, or `request_id` does not equal itself.
         """
         request = self._state.new(request_id)
-        prefix = find_prefix(self._known()) if find_prefix else ()
+        prefix = find_prefix(self._cached()) if find_prefix else ()
         if find_prefix and num_tokens is None:
             count = len(prefix) * self._state.page_size
         else:
@@ -336,27 +336,27 @@ class PagePool:
         self._events.add("released", request_id, leaving)
 
     @operation
-    def remember(self, request_id: Hashable, choose: Callable[[RequestPages, Known], Remembered]) -> int:
-        """Makes the content of some of a request's pages known. For `PrefixCache`.
+    def remember(self, request_id: Hashable, choose: Callable[[RequestPages, Cached], Remembered]) -> int:
+        """Caches the tokens of some of a request's pages. For `PrefixCache`.
 
         Args:
             request_id: The request.
-            choose: Takes the request and what is known; returns what becomes known, and the number of the request's
-                pages that are known then. It must not call the pool.
+            choose: Takes the request and the cached pages; returns what is cached from now on, and the number of the
+                request's pages that are cached then. It must not call the pool.
 
         Returns:
             That number. Raises as `free`, and what `choose` raises.
         """
         state, request = self._state, self._state.find(request_id)
-        contents, stored, checkpoints, passed = choose(request, self._known())
+        contents, stored, checkpoints, passed = choose(request, self._cached())
         with state:
-            state.pages.known.update(contents)
+            state.pages.contents.update(contents)
             request.stored = stored
-            given_up = [state.checkpoints[page] for page in passed if page in state.checkpoints]
-            state.forget_states([slot for slot in given_up if slot in state.states.cached])
+            passed_slots = [state.checkpoints[page] for page in passed if page in state.checkpoints]
+            state.forget_states([slot for slot in passed_slots if slot in state.states.cached])
             for page, slot in checkpoints.items():
-                if page not in state.checkpoints and slot not in state.states.known:
-                    state.states.known[slot], state.checkpoints[page] = page, slot
+                if page not in state.checkpoints and slot not in state.states.contents:
+                    state.states.contents[slot], state.checkpoints[page] = page, slot
         self._events.add("stored", request_id, (page for page, _ in contents))
         return 0 if stored is None else stored[0]
 
@@ -366,9 +366,9 @@ class PagePool:
         return {key: tuple(pages) for key, request in self._state.requests.items() if (pages := request.owned())}
 
     @operation
-    def look(self, function: Callable[[Known], _T]) -> _T:
-        """`function` of what is known. For `PrefixCache`."""
-        return function(self._known())
+    def look(self, function: Callable[[Cached], _T]) -> _T:
+        """`function` of the cached pages. For `PrefixCache`."""
+        return function(self._cached())
 
     @operation
     def state(self, request_id: Hashable) -> int | None:
@@ -376,8 +376,8 @@ class PagePool:
         return self._state.find(request_id).state
 
     @operation
-    def take_states(self, request_id: Hashable, wanted: int, least: int = 1) -> tuple[int, ...]:
-        """Gives a request slots for the states that its next step saves: as many as there are, up to `wanted`.
+    def take_states(self, request_id: Hashable, most: int, least: int = 1) -> tuple[int, ...]:
+        """Gives a request slots for the states that its next step saves: as many as there are, up to `most`.
 
         The last of them is the slot of its state, if no other request and no prefix has that: it is replaced in place.
         Those that were taken for an earlier step and not kept go back first.
@@ -385,16 +385,16 @@ class PagePool:
         Raises:
             RequestError: the request is unknown.
             PoolExhausted: there are fewer than `least`; the request has what it had.
-            ContractTypeError, ContractError: a number is no integer, or negative; `wanted` is less than `least`.
+            ContractTypeError, ContractError: a number is no integer, or negative; `most` is less than `least`.
         """
         request, slots = self._state.find(request_id), self._state.states
         least = integer(f"{name_of(request_id)}: least", least, 0, _LARGEST_INT64)
-        wanted = integer(f"{name_of(request_id)}: wanted", wanted, least, _LARGEST_INT64)
+        most = integer(f"{name_of(request_id)}: most", most, least, _LARGEST_INT64)
         own = request.state
         earlier = [slot for slot in request.saves if slot != own]
-        in_place = own is not None and own not in slots.shared and own not in slots.known and wanted > 0
+        in_place = own is not None and own not in slots.shared and own not in slots.contents and most > 0
         there = slots.num_free() + len(slots.cached) + len(earlier)
-        count = min(wanted - in_place, there)
+        count = min(most - in_place, there)
         if count + in_place < least:
             raise PoolExhausted(
                 f"{name_of(request_id)}: {least} slots of state are needed, {there + in_place} of {slots.count} are"
@@ -429,12 +429,12 @@ class PagePool:
     def forget(self) -> int:
         """Forgets the content of all pages, as after a change of weights; cached pages become free.
 
-        Returns the number of pages whose content was known.
+        Returns the number of pages whose tokens were cached.
         """
-        known = tuple(self._state.pages.known)
+        pages = tuple(self._state.pages.contents)
         with self._state:
-            self._forget(known)
-        return len(known)
+            self._forget(pages)
+        return len(pages)
 
     @operation
     def check_integrity(self) -> None:
@@ -449,8 +449,8 @@ class PagePool:
     def __getstate__(self) -> dict[str, Any]:
         return {"_state": self._snapshot()}
 
-    def _known(self) -> Known:
-        return Known(self._state.pages.known, self._state.checkpoints if self.num_states else None)
+    def _cached(self) -> Cached:
+        return Cached(self._state.pages.contents, self._state.checkpoints if self.num_states else None)
 
     @operation
     def _snapshot(self) -> PoolState:
@@ -470,7 +470,7 @@ class PagePool:
         copy: Copy | None = None,
         write: Write | None = None,
     ) -> list[int]:
-        """Lengthens a request by `num_tokens` tokens; a new one begins with the known pages `prefix`, all full.
+        """Lengthens a request by `num_tokens` tokens; a new one begins with the cached pages `prefix`, all full.
 
         Returns its new pages, without the copy of its last one. Raises as `start` and `extend`.
         """
@@ -482,25 +482,25 @@ class PagePool:
             held -= 1
         needed = -(-length // size) - held - len(prefix)
         dropped = sum(page == NO_PAGE for page in prefix)
-        found = prefix[dropped:]
-        missing = self._missing(request_id, num_tokens, needed, found)
+        shared = prefix[dropped:]
+        missing = self._missing(request_id, num_tokens, needed, shared)
         if source is not None and copy is None:
             raise ContractError(
-                f"{name_of(request_id)}: the new tokens go to page {source}, which other requests own too: give"
-                f" copy, which copies it"
+                f"{name_of(request_id)}: page {source} is shared by other requests: pass copy= to duplicate it before"
+                f" writing"
             )
         with state:
-            state.pages.own(found)
+            state.pages.own(shared)
             request.dropped += dropped
-            if found and state.states.count:
-                request.state = state.checkpoints[found[-1]]
+            if shared and state.states.count:
+                request.state = state.checkpoints[shared[-1]]
                 state.states.own([request.state])
             if missing:
                 self._forget(state.pages.cached.first(missing))
             new = state.pages.take(needed)
             if source is not None and copy is not None:
                 copy(source, new[0])
-            elif last in state.pages.known:
+            elif last in state.pages.contents:
                 self._forget([last])
             if write is not None:
                 first, slot = divmod(request.length, size)
@@ -510,7 +510,7 @@ class PagePool:
             if source is not None:
                 state.pages.release([source])
             state.requests[request_id] = request
-        self._events.add("hit", request_id, found)
+        self._events.add("hit", request_id, shared)
         if source is not None:
             self._events.add("copied", request_id, (source, new.pop(0)))
         self._events.add("allocated", request_id, new)

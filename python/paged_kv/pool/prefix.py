@@ -1,6 +1,6 @@
-"""Prefix sharing: a request whose prompt begins as a known one does owns the same pages, and computes only the rest.
+"""Prefix sharing: a request whose prompt begins as a cached one does owns the same pages, and computes only the rest.
 
-A full page is known by its tokens and by the page before it, so that a chain of records says all tokens from the first
+A full page is cached by its tokens and by the page before it, so that a chain of records says all tokens from the first
 on. A record is found by a hash of the chain and counts only where its tokens are those that are looked for.
 """
 
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from paged_kv.arguments import shown
 from paged_kv.errors import ContractError, ContractTypeError
 from paged_kv.options import NO_PAGE
-from paged_kv.pool.page_pool import Known, PagePool
+from paged_kv.pool.page_pool import Cached, PagePool
 from paged_kv.pool.state import Contents, Remembered, RequestPages, Stored, name_of
 
 _T = TypeVar("_T")
@@ -47,7 +47,7 @@ class WindowPages(NamedTuple):
 
 @dataclass(eq=False, slots=True)  # `frozen` would make one three times slower to create
 class _Record:
-    """The tokens of one known page, and of those before it by way of `before`."""
+    """The tokens of one cached page, and of those before it by way of `before`."""
 
     before: _Record | Namespace
     tokens: bytes
@@ -58,28 +58,28 @@ class _Record:
 
 
 class PrefixCache:
-    """Finds and shares the pages of known prefixes of a pool.
+    """Finds and shares the pages of cached prefixes of a pool.
 
     Nothing is shared across namespaces: an adapter's name, a tenant's. Of a prompt at least the last token is left to
-    compute, because its logits are wanted. A known page that no request owns stays until its page is needed; pages in
+    compute, because its logits are wanted. A cached page that no request owns stays until its page is needed; pages in
     use are never evicted, nor those that a request that starts has just found.
 
     Threads may share it, as they may the pool.
 
     Args:
         pool: The pages. A pool has one prefix cache.
-        windows: Where layers with windows have pages of their own: a prefix then ends where those are known that the
+        windows: Where layers with windows have pages of their own: a prefix then ends where those are cached that the
             next token sees. `start` starts a request there too, and `store` needs it there.
         hash_function: Python's own hash where None, which differs from process to process.
 
     Examples:
         >>> from paged_kv.pool import PagePool
-        >>> known = PrefixCache(PagePool(num_pages=8, page_size=4))
-        >>> known.start("a", [5, 6, 7, 8, 9])
+        >>> prefixes = PrefixCache(PagePool(num_pages=8, page_size=4))
+        >>> prefixes.start("a", [5, 6, 7, 8, 9])
         0
-        >>> known.store("a", [5, 6, 7, 8, 9])  # tokens of full pages
+        >>> prefixes.store("a", [5, 6, 7, 8, 9])  # tokens of full pages
         4
-        >>> known.start("b", [5, 6, 7, 8, 1, 2])
+        >>> prefixes.start("b", [5, 6, 7, 8, 1, 2])
         4
     """
 
@@ -106,34 +106,34 @@ class PrefixCache:
         if isinstance(name, Namespace):
             return name
         try:
-            found = self._namespaces.get(name)
-            if found is None:
-                found = self._namespaces.setdefault(name, Namespace(name))
+            root = self._namespaces.get(name)
+            if root is None:
+                root = self._namespaces.setdefault(name, Namespace(name))
         except Exception as error:  # its __hash__ or __eq__ may raise anything
             raise ContractTypeError(f"namespace must be hashable, not {shown(name)}") from error
-        return found
+        return root
 
     def match(self, tokens: Sequence[int] | npt.NDArray[Any], namespace: Hashable = None) -> int:
-        """Return how many of a prompt's leading tokens are known now: whole pages, and never all tokens; where the pool
+        """Return how many of a prompt's leading tokens are cached: whole pages, and never all tokens; where the pool
         has slots of state, up to a page with a checkpoint.
 
         Raises:
             ContractTypeError: `tokens` is no list of integers, or `namespace` is not hashable.
         """
         start, prompt = self.namespace(namespace), _checked_tokens(tokens)
-        found = self._look(lambda known, windows: self._find(start, prompt, known, windows))
-        return len(found) * self._pool.page_size
+        records = self._look(lambda cached, windows: self._find(start, prompt, cached, windows))
+        return len(records) * self._pool.page_size
 
     def reach(self, tokens: Sequence[int] | npt.NDArray[Any], namespace: Hashable = None) -> int:
-        """Return how many of a prompt's leading tokens are in known pages, where there is a checkpoint at their end
+        """Return how many of a prompt's leading tokens are in cached pages, where there is a checkpoint at their end
         and where not. Raises as `match`.
         """
         start, prompt = self.namespace(namespace), _checked_tokens(tokens)
-        found = self._pool.look(lambda known: self._find(start, prompt, Known(known.pages, None)))
-        return len(found) * self._pool.page_size
+        records = self._pool.look(lambda cached: self._find(start, prompt, Cached(cached.pages, None)))
+        return len(records) * self._pool.page_size
 
     def start(self, request_id: Hashable, tokens: Sequence[int] | npt.NDArray[Any], namespace: Hashable = None) -> int:
-        """Starts a request with a prompt in the pool; it shares the pages of the longest known prefix.
+        """Starts a request with a prompt in the pool; it shares the pages of the longest cached prefix.
 
         Returns the number of leading tokens whose K and V are in the cache already: the rest is to be computed.
 
@@ -141,12 +141,12 @@ class PrefixCache:
             RequestError, PoolExhausted, ContractTypeError, ContractError: as `PagePool.start`.
         """
         start, prompt = self.namespace(namespace), _checked_tokens(tokens)
-        found: list[_Record] = []
+        records: list[_Record] = []
 
         def start_with(windows: Mapping[int, Any] | None) -> None:
-            def find(known: Known) -> list[int]:
-                found.extend(self._find(start, prompt, known, windows))
-                return [record.page for record in found]
+            def find(cached: Cached) -> list[int]:
+                records.extend(self._find(start, prompt, cached, windows))
+                return [record.page for record in records]
 
             self._pool.start(request_id, len(prompt), find)
 
@@ -155,14 +155,14 @@ class PrefixCache:
         else:
             of_windows = self._windows
 
-            def find_windows(known: Known) -> list[int]:
-                start_with(known.pages)
-                seen = of_windows.seen(len(found))
-                return [record.window if at in seen else NO_PAGE for at, record in enumerate(found)]
+            def find_windows(cached: Cached) -> list[int]:
+                start_with(cached.pages)
+                seen = of_windows.seen(len(records))
+                return [record.window if at in seen else NO_PAGE for at, record in enumerate(records)]
 
             # A request that is not started here is not there either.
             of_windows.pool.start(request_id, None, find_windows)
-        return len(found) * self._pool.page_size
+        return len(records) * self._pool.page_size
 
     def store(
         self,
@@ -175,19 +175,19 @@ class PrefixCache:
     ) -> int:
         """Says that the request's first tokens are `tokens` and that their K and V are in its pages.
 
-        Full pages are known from then on. A request calls it again as it grows, with all its tokens; this looks at the
-        new pages alone. A page whose tokens are known in another page stays the request's own.
+        Full pages are cached from then on. A request calls it again as it grows, with all its tokens; this looks at the
+        new pages alone. A page whose tokens are cached in another page stays the request's own.
 
         Args:
             request_id: The request.
             tokens: Its tokens from the first on.
-            namespace: Where they are known.
+            namespace: Where they are cached.
             states: Slots of the request's states by the number of tokens before them: ends of pages. Each becomes the
-                checkpoint of the known page there, if that has none.
+                checkpoint of the cached page there, if that has none.
             instead_of: The number of tokens before a checkpoint of an earlier call, which is given up if no request has
                 it.
 
-        Returns the number of tokens in pages that are known now, of this request or another.
+        Returns the number of tokens in pages that are cached now, of this request or another.
 
         Raises:
             RequestError: the request is unknown.
@@ -207,12 +207,12 @@ class PrefixCache:
         first = 0
         after: Stored = None
 
-        def choose(request: RequestPages, known: Known) -> Remembered:
+        def choose(request: RequestPages, cached: Cached) -> Remembered:
             nonlocal first, after
             if not request.owned_states() >= set(states.values()):
                 raise ContractError(f"{name_of(request_id)}: states has slots {shown(states)} that are not its own")
-            contents, stored = self._new_records(request_id, request, start, prompt, known.pages)
-            if request.stored is not None and known.pages.get(request.stored[1].page) is request.stored[1]:
+            contents, stored = self._new_records(request_id, request, start, prompt, cached.pages)
+            if request.stored is not None and cached.pages.get(request.stored[1].page) is request.stored[1]:
                 first = request.stored[0]
             after = stored
             edges = [*states, *(() if instead_of is None else (instead_of,))]
@@ -235,10 +235,10 @@ class PrefixCache:
         slot: int | None = None
         at = num_tokens // self._pool.page_size
 
-        def look(request: RequestPages, known: Known) -> Remembered:
+        def look(request: RequestPages, cached: Cached) -> Remembered:
             nonlocal slot
             page = _pages_at(request.stored, [at]).get(at)
-            slot = None if known.checkpoints is None or page is None else known.checkpoints.get(page)
+            slot = None if cached.checkpoints is None or page is None else cached.checkpoints.get(page)
             return Remembered((), request.stored)
 
         self._pool.remember(request_id, look)
@@ -247,7 +247,7 @@ class PrefixCache:
     def clear(self) -> int:
         """Forgets all prefixes, as after a change of the weights; requests keep their pages.
 
-        Returns the number of pages that were known.
+        Returns the number of pages that were cached.
         """
         count = self._pool.forget()
         if self._windows is not None:
@@ -255,14 +255,14 @@ class PrefixCache:
         self._sweep()
         return count
 
-    def _look(self, function: Callable[[Known, Mapping[int, Any] | None], _T]) -> _T:
-        """`function` of what is known of pages and, where there are some, of those of windows."""
+    def _look(self, function: Callable[[Cached, Mapping[int, Any] | None], _T]) -> _T:
+        """`function` of the cached pages and, where there are some, of those of windows."""
         if self._windows is None:
-            return self._pool.look(lambda known: function(known, None))
-        return self._windows.pool.look(lambda windows: self._pool.look(lambda known: function(known, windows.pages)))
+            return self._pool.look(lambda cached: function(cached, None))
+        return self._windows.pool.look(lambda windows: self._pool.look(lambda cached: function(cached, windows.pages)))
 
     def _store_windows(self, pool: PagePool, request_id: Hashable, first: int, stored: tuple[int, Any]) -> None:
-        """Makes the pages of windows known that go with records of a request, from its `first` page on."""
+        """Caches the pages of windows that go with records of a request, from its `first` page on."""
         count, record = stored
         records = []
         while count > first:
@@ -270,11 +270,11 @@ class PrefixCache:
             records.append((count, record))
             record = record.before
 
-        def choose(request: RequestPages, known: Known) -> Remembered:
+        def choose(request: RequestPages, cached: Cached) -> Remembered:
             contents = []
             for at, record in records:
                 page = request.pages[at] if request.dropped <= at < len(request.pages) else NO_PAGE
-                if page != NO_PAGE and page not in known.pages and known.pages.get(record.window) is not record:
+                if page != NO_PAGE and page not in cached.pages and cached.pages.get(record.window) is not record:
                     record.window = page  # it counts once the pool holds the record for the page
                     contents.append((page, record))
             return Remembered(contents, None)
@@ -285,34 +285,34 @@ class PrefixCache:
         self,
         start: Namespace,
         prompt: npt.NDArray[np.int64],
-        known: Known,
+        cached: Cached,
         windows: Mapping[int, Any] | None = None,
     ) -> list[_Record]:
-        """The pages of the longest known prefix, without the one of the last token; up to a checkpoint where there are
-        some, and where those of `windows` are known that the next token sees.
+        """The records of the longest cached prefix, without that of the last token; up to a checkpoint where there are
+        some, and where those of `windows` are cached that the next token sees.
         """
-        found: list[_Record] = []
+        records: list[_Record] = []
         last = run = 0
         before: _Record | Namespace = start
         data, width = prompt.tobytes(), 8 * self._pool.page_size
         for at in range(0, (len(prompt) - 1) // self._pool.page_size * width, width):
-            record = self._record(before, data[at : at + width], known.pages)
+            record = self._record(before, data[at : at + width], cached.pages)
             if record is None:
                 break
-            found.append(record)
+            records.append(record)
             run = run + 1 if windows is not None and windows.get(record.window) is record else 0
-            if known.checkpoints is None or record.page in known.checkpoints:
-                is_seen = windows is None or self._windows is None or run >= len(self._windows.seen(len(found)))
-                last = len(found) if is_seen else last
+            if cached.checkpoints is None or record.page in cached.checkpoints:
+                is_seen = windows is None or self._windows is None or run >= len(self._windows.seen(len(records)))
+                last = len(records) if is_seen else last
             before = record
-        return found[:last]
+        return records[:last]
 
-    def _record(self, before: _Record | Namespace, tokens: bytes, known: Mapping[int, Any]) -> _Record | None:
-        """The record of a page of these tokens after `before`, where it is known."""
+    def _record(self, before: _Record | Namespace, tokens: bytes, cached: Mapping[int, Any]) -> _Record | None:
+        """The record of a page of these tokens after `before`, where it is cached."""
         record = self._records.get(self._hash(before.hash, tokens))
         if record is None or record.before is not before or record.tokens != tokens:
             return None
-        return record if known.get(record.page) is record else None
+        return record if cached.get(record.page) is record else None
 
     def _new_records(
         self,
@@ -320,9 +320,9 @@ class PrefixCache:
         request: RequestPages,
         start: Namespace,
         prompt: npt.NDArray[np.int64],
-        known: Mapping[int, Any],
+        cached: Mapping[int, Any],
     ) -> tuple[Contents, Stored]:
-        """The request's full pages that are to be known, each with its record; and how many of its pages are then."""
+        """The request's full pages that are to be cached, each with its record; and how many of its pages are then."""
         size, length = self._pool.page_size, request.length
         if len(prompt) > length:
             raise ContractError(f"{name_of(request_id)}: {len(prompt)} tokens to store, it has {length}")
@@ -333,15 +333,15 @@ class PrefixCache:
             done, before = request.stored
         if done and data[(done - 1) * width : done * width] != before.tokens:
             raise ContractError(f"{name_of(request_id)}: tokens {(done - 1) * size} on are not those stored before")
-        if done and known.get(before.page) is not before:  # evicted: it was in a page of another request
+        if done and cached.get(before.page) is not before:  # evicted: it was in a page of another request
             done, before = 0, start
         contents = []
         while (done + 1) * size <= len(prompt):
             tokens = data[done * width : (done + 1) * width]
-            record = self._record(before, tokens, known)
+            record = self._record(before, tokens, cached)
             if record is None:
                 page = request.pages[done]
-                if done < request.dropped or (page in known and known[page].tokens != tokens):
+                if done < request.dropped or (page in cached and cached[page].tokens != tokens):
                     break
                 record = _Record(before, tokens, self._hash(before.hash, tokens), page)
                 contents.append((page, record))
@@ -353,21 +353,21 @@ class PrefixCache:
 
     def _sweep(self) -> None:
         """Drops records that the pool holds no more."""
-        known = self._pool.look(lambda known: set(map(id, known.pages.values())))
+        cached = self._pool.look(lambda cached: set(map(id, cached.pages.values())))
         for key, record in list(self._records.items()):
-            if id(record) not in known:
+            if id(record) not in cached:
                 self._records.pop(key, None)
 
 
 def _pages_at(stored: Stored, ends: Sequence[int]) -> dict[int, int]:
     """The pages that are the `ends`-th of a chain of records, by these numbers; those beyond it are left out."""
-    found: dict[int, int] = {}
+    pages: dict[int, int] = {}
     if stored is not None and ends:
         count, record = stored
         while count and count >= min(ends):
-            found[count] = record.page
+            pages[count] = record.page
             count, record = count - 1, record.before
-    return found
+    return pages
 
 
 def _default_hash(before: int, tokens: bytes) -> int:

@@ -1,7 +1,7 @@
 """The allocator: which pages and slots of state are free, cached and owned, by which requests.
 
 The table says it all: `requests`, of which each owns the pages that its length needs, but for those it dropped, and its
-slots; and what is known of pages and slots. Free ones, numbers of owners and the order of eviction are kept beside it
+slots; and the contents of pages and slots. Free ones, numbers of owners and the order of eviction are kept beside it
 for speed alone. Where an exception ends a change, KeyboardInterrupt for one, the next operation computes them again
 from the table.
 """
@@ -26,12 +26,12 @@ Stored = tuple[int, Any] | None
 
 
 class Remembered(NamedTuple):
-    """The things that a prefix cache makes known of a request."""
+    """The pages and states of a request that a prefix cache caches."""
 
     contents: Contents
     stored: Stored
     checkpoints: Mapping[int, int] = MappingProxyType({})
-    """Slots of the request's states, by the known pages at whose ends they are."""
+    """Slots of the request's states, by the cached pages at whose ends they are."""
     passed: Sequence[int] = ()
     """Known pages whose checkpoints are given up, where no request has them."""
 
@@ -69,10 +69,10 @@ class PoolState:
     def __init__(self, num_pages: int, page_size: int, num_states: int = 0) -> None:
         self.page_size = page_size
         self.requests: dict[Hashable, RequestPages] = {}
-        self.pages = Units(num_pages)  # known by the prefix cache's record of their tokens
-        self.states = Units(num_states)  # known by the page at whose end they are the state
-        self.checkpoints: dict[int, int] = {}  # the slot of the state at the end of a known page
-        self._is_whole = True  # whether all but the requests and what is known follows from these
+        self.pages = Units(num_pages)  # their contents: the prefix cache's records of tokens
+        self.states = Units(num_states)  # their contents: the pages at whose ends they are the state
+        self.checkpoints: dict[int, int] = {}  # the slot of the state at the end of a cached page
+        self._is_whole = True  # whether all but the requests and the contents follows from these
 
     def __enter__(self) -> None:
         self._is_whole = False
@@ -92,8 +92,8 @@ class PoolState:
             owners.update(request.owned())
             slots.update(request.owned_states())
         self.pages.settle(owners)
-        self.checkpoints = {page: slot for slot, page in self.states.known.items() if page in self.pages.known}
-        self.states.known = {slot: page for page, slot in self.checkpoints.items()}
+        self.checkpoints = {page: slot for slot, page in self.states.contents.items() if page in self.pages.contents}
+        self.states.contents = {slot: page for page, slot in self.checkpoints.items()}
         self.states.settle(slots)
         self._is_whole = True
 
@@ -124,22 +124,22 @@ class PoolState:
         if self.look_up(request_id) is not None:
             raise RequestError(f"{name_of(request_id)} has already been started")
         try:
-            found = bool(request_id == request_id)
+            equals_itself = bool(request_id == request_id)
         except Exception:
-            found = False
-        if not found:
+            equals_itself = False
+        if not equals_itself:
             raise ContractError(f"request_id must equal itself, {shown(request_id)} does not")
         return RequestPages()
 
     def forget(self, pages: Sequence[int]) -> None:
-        """Forgets the content of known pages, and the states at their ends; those that are cached become free."""
+        """Forgets the contents of pages, and the states at their ends; those that are cached become free."""
         self.forget_states([self.checkpoints[page] for page in pages if page in self.checkpoints])
         self.pages.forget(pages)
 
     def forget_states(self, slots: Sequence[int]) -> None:
         """Forgets checkpoints; those that are cached become free."""
         for slot in slots:
-            del self.checkpoints[self.states.known[slot]]
+            del self.checkpoints[self.states.contents[slot]]
         self.states.forget(slots)
 
 
