@@ -44,7 +44,7 @@ def on_files(files: Any, config: Any) -> Any:
     """Adds the pages of the top folder, and the pictures outside docs/ that pages show."""
     for source, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
-    for picture in (ROOT / "benchmarks" / "results").glob("*.png"):
+    for picture in (ROOT / "benchmarks" / "results").rglob("*.png"):
         shown = f"pictures/{picture.name}"
         files.append(File.generated(config, shown, abs_src_path=str(picture)))
     return files
