@@ -106,19 +106,22 @@ def serve(monkeypatch):
         (["DIR", "--demo"], "name one MODEL, or --demo"),
         (["--demo", "--page-size", "0"], "--page-size must be at least 1"),
         (["--demo", "--pages", "-1"], "--pages must be at least 1"),
-        (["--demo", "--pages", "9", "--memory-gb", "1"], "--pages or of --memory-gb"),
-        (["--demo", "--memory-gb", "1e-6"], "too few are left for the cache"),
-        (["--demo", "--memory-gb", "nan"], "--memory-gb must be above 0"),
-        (["--demo", "--max-length", "5000"], "--max-length is 5000; the model knows 4096"),
-        (["--demo", "--max-length", "100", "--pages", "2"], "2 pages of 16 tokens hold 32"),
+        (["--demo", "--pages", "9", "--memory-gb", "1"], "--pages, --memory-gb: expected one of them"),
+        (["--demo", "--memory-gb", "1e-6"], "the cache: no page fits"),
+        (["--demo", "--memory-gb", "nan"], "--memory-gb: expected above 0"),
+        (["--demo", "--max-length", "5000"], "--max-length: expected at most 4096, the model's positions, got 5000"),
+        (
+            ["--demo", "--max-length", "100", "--pages", "2"],
+            "--max-length: expected at most 32, the tokens of 2 pages",
+        ),
         (["--demo", "--max-running", "0"], "--max-running must be at least 1"),
         (["--demo", "--max-queue", "-1"], "--max-queue must be at least 0"),
-        (["--demo", "--max-gap", "0"], "--max-gap must be above 0"),
+        (["--demo", "--max-gap", "0"], "--max-gap: expected above 0"),
         (["--demo", "--max-connections", "0"], "--max-connections must be at least 1"),
         (["--demo", "--max-body-bytes", "0"], "--max-body-bytes must be at least 1"),
-        (["--demo", "--kv-disk-gb", "0"], "--kv-disk-gb must be above 0"),
+        (["--demo", "--kv-disk-gb", "0"], "--kv-disk-gb: expected above 0"),
         (["--demo", "--kv-disk", __file__], "is no folder"),
-        (["--demo", "--profile", "--speculate", "lookup"], "--profile is not for --speculate"),
+        (["--demo", "--profile", "--speculate", "lookup"], "--profile: not supported with --speculate"),
         (["--demo", "--host", "0.0.0.0"], "lets other machines in"),
         (["--demo", "--api-key", "a b"], "visible ASCII"),
         (["--demo", "--chat-template", "/nothing"], "--chat-template /nothing: cannot be read"),
@@ -138,7 +141,7 @@ def test_a_draft_with_other_tokens_is_refused(serve, tmp_path):
     first, second = list(vocabulary)[300:302]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (tmp_path / "tokenizer.json").write_text(json.dumps(said))
-    with pytest.raises(ContractError, match="its tokens are not those of the model"):
+    with pytest.raises(ContractError, match="vocabulary, got another"):
         serve("--demo", "--speculate", str(tmp_path))
     with pytest.raises(CheckpointError):
         serve("--demo", "--speculate", str(tmp_path / "none"))

@@ -240,16 +240,21 @@ def test_a_required_call_is_held_from_the_first_token_and_an_answer_after_a_thou
 
 
 REFUSED = [
-    ("tools", "required", ContractTypeError, "tools must be a list"),
-    ([{"type": "function"}], "auto", ContractTypeError, r"tools\[0\] must be an object with a function"),
-    ([{"type": "web", "function": {"name": "a"}}], "auto", ContractError, r"tools\[0\].type must be function"),
+    ("tools", "required", ContractTypeError, "tools: expected a list"),
+    ([{"type": "function"}], "auto", ContractTypeError, r"tools\[0\]: expected an object with a function"),
+    ([{"type": "web", "function": {"name": "a"}}], "auto", ContractError, r"tools\[0\].type: expected function"),
     ([{"type": "function", "function": {"name": "a b"}}], "auto", ContractError, "1 to 128 of"),
-    ([NOW, NOW], "auto", ContractError, "a second function is called 'now'"),
-    ([{"function": {"name": "a", "parameters": 5}}], "auto", ContractTypeError, "parameters must be a JSON schema"),
-    ([{"function": {"name": "a", "parameters": {"type": "array"}}}], "auto", ContractError, "must be an object"),
-    ([], "required", ContractError, "there are no tools"),
-    ([NOW], {"name": "then"}, ContractError, "there is no tool 'then'"),
-    ([NOW], "always", ContractTypeError, "tool_choice must be none, auto, required"),
+    ([NOW, NOW], "auto", ContractError, "duplicate function name 'now'"),
+    ([{"function": {"name": "a", "parameters": 5}}], "auto", ContractTypeError, "parameters: expected a JSON schema"),
+    (
+        [{"function": {"name": "a", "parameters": {"type": "array"}}}],
+        "auto",
+        ContractError,
+        "expected the type object",
+    ),
+    ([], "required", ContractError, "tool_choice: required requires"),
+    ([NOW], {"name": "then"}, ContractError, "expected the name of a tool, got 'then'"),
+    ([NOW], "always", ContractTypeError, "tool_choice: expected none, auto, required"),
 ]
 
 

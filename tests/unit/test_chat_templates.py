@@ -59,7 +59,7 @@ def test_a_template_renders_and_refuses_as_in_transformers(text):
 def test_a_template_that_cannot_be_read_is_refused():
     with pytest.raises(CheckpointError, match="the chat template cannot be read"):
         ChatFormat({"default": "{% for %}"}, {})
-    with pytest.raises(CheckpointError, match="none is called 'default'"):
+    with pytest.raises(CheckpointError, match="expected one named 'default'"):
         ChatFormat({"rag": "", "tool_use": ""}, {})
 
 
@@ -88,7 +88,7 @@ def test_templates_come_from_every_place_that_transformers_looks_at(source):
     given = ChatFormat.read(source, Tokenizer(FOLDER, source.config), "given")
     assert given.render(asked, TOOLS) == "given"
     config.write_text("[]")
-    with pytest.raises(CheckpointError, match="no JSON object"):
+    with pytest.raises(CheckpointError, match="expected a JSON object"):
         read_names(source)
 
 
@@ -148,17 +148,25 @@ def test_several_calls_become_a_message_each_where_a_template_writes_one():
 
 
 REFUSED = [
-    ([], ContractTypeError, "messages must be a list"),
-    ("text", ContractTypeError, "messages must be a list"),
-    ([{"content": "x"}], ContractTypeError, r"messages\[0\]: a message has a role"),
-    ([{"role": "user"}], ContractError, "content is missing"),
-    ([{"role": "user", "content": 5}], ContractTypeError, "content must be a text or a list"),
-    ([{"role": "user", "content": [{"type": "image_url"}]}], ContractError, "a part of type 'image_url'"),
-    ([{"role": "user", "content": [{"type": "text", "text": None}]}], ContractTypeError, "must be a string"),
-    ([{"role": "assistant", "tool_calls": 5}], ContractTypeError, "tool_calls must be a list"),
-    ([{"role": "assistant", "tool_calls": [5]}], ContractTypeError, r"tool_calls\[0\] must have a function"),
-    ([{"role": "assistant", "tool_calls": [call("{")]}], ContractError, "arguments are no JSON"),
-    ([{"role": "assistant", "tool_calls": [call("[]")]}], ContractTypeError, "arguments must be an object"),
+    ([], ContractTypeError, "messages: expected a list"),
+    ("text", ContractTypeError, "messages: expected a list"),
+    ([{"content": "x"}], ContractTypeError, r"messages\[0\]: expected a role"),
+    ([{"role": "user"}], ContractError, r"messages\[0\].content: missing"),
+    ([{"role": "user", "content": 5}], ContractTypeError, r"content: expected a text or a list"),
+    (
+        [{"role": "user", "content": [{"type": "image_url"}]}],
+        ContractError,
+        "only text parts are supported",
+    ),
+    (
+        [{"role": "user", "content": [{"type": "text", "text": None}]}],
+        ContractTypeError,
+        "text: expected a string",
+    ),
+    ([{"role": "assistant", "tool_calls": 5}], ContractTypeError, "tool_calls: expected a list"),
+    ([{"role": "assistant", "tool_calls": [5]}], ContractTypeError, r"tool_calls\[0\]: expected a function"),
+    ([{"role": "assistant", "tool_calls": [call("{")]}], ContractError, "arguments: invalid JSON"),
+    ([{"role": "assistant", "tool_calls": [call("[]")]}], ContractTypeError, "arguments: expected an object"),
 ]
 
 

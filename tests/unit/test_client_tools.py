@@ -190,10 +190,14 @@ KINDS = {"custom": "custom_tool_call", "function": "function_call"}
 UNLIKE = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
 AT_FAULT = [
     # a function, the field at fault, and words of the error
-    ({"parameters": UNLIKE, "strict": True}, "parameters", "f' is strict; it cannot at #/properties/a/uniqueItems"),
-    ({"parameters": {"type": "array"}}, "parameters", "describe 'array'; they must be an object"),
+    (
+        {"parameters": UNLIKE, "strict": True},
+        "parameters",
+        "f' is strict and cannot be enforced at #/properties/a/",
+    ),
+    ({"parameters": {"type": "array"}}, "parameters", "expected the type object, got 'array'"),
     ({"parameters": {"properties": {"a": {"minimum": float("nan")}}}}, "parameters", "is no JSON"),
-    ({"name": "g"}, "name", "a second function is called"),
+    ({"name": "g"}, "name", "duplicate function name '"),
 ]
 
 

@@ -72,7 +72,7 @@ def test_models_are_listed_as_each_client_has_them(client, other):
     ]
     assert (listed.first_id, listed.last_id, listed.has_more) == ("demo", "org/other", False)
     assert int(listed.data[0].created_at.timestamp()) == MODEL.created
-    with pytest.raises(openai.NotFoundError, match="'demo' or 'small' or 'org/other' is"):
+    with pytest.raises(openai.NotFoundError, match="'demo' or 'small' or 'org/other', got 'none'"):
         client.models.retrieve("none")
 
 
@@ -127,8 +127,8 @@ def test_tokenize_takes_vllm_s_fields(http):
 TOO_MANY = [
     # route, fields, the field that is named, what it may be
     ("completions", {"prompt": ["x"] * 128, "n": 16}, "prompt", f"at most {MOST} prompts"),
-    ("completions", {"prompt": ["x"] * 10, "n": 5}, "n", "at most 4 for 10 prompts, not 5"),
-    ("completions", {"prompt": ["x"] * 10, "best_of": 16}, "best_of", "at most 4 for 10 prompts, not 16"),
+    ("completions", {"prompt": ["x"] * 10, "n": 5}, "n", "at most 4 for 10 prompts, got 5"),
+    ("completions", {"prompt": ["x"] * 10, "best_of": 16}, "best_of", "at most 4 for 10 prompts, got 16"),
 ]
 
 

@@ -172,7 +172,7 @@ def test_answers_of_every_kind_have_the_header_and_the_log_has_it_once(caplog):
             answer = server.http.post(path, json=BODIES[path] | more | {"thread": 1})
             assert (answer.status_code, answer.headers["x-ignored"]) == (200, "thread")
         assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
-            "ignored: thread is not known here (told once; --strict refuses it)"
+            "ignored: thread: unknown field (logged once; --strict refuses it)"
         ]
         (named,) = server.http.post(COUNT, json=BODIES[COUNT] | odd).headers.get_list("x-ignored")
         assert named.isascii()

@@ -19,7 +19,7 @@ def listening_sockets(host: str, port: int) -> list[socket.socket]:
         ContractError: another program has the port, or this user may not, or `host` is no address of this machine.
     """
     if not 0 <= port <= 65535:
-        raise ContractError(f"--port must be from 0 to 65535, not {shown(port)}")
+        raise ContractError(f"--port: expected 0 to 65535, got {shown(port)}")
     bound: list[socket.socket] = []
     missing: OSError | None = None
     try:

@@ -54,7 +54,7 @@ def _structure(body: Fields) -> Structure | None:
     config = body.object("output_config", None)
     named = [(config, "format")] * ("format" in config) + [(body, "output_format")] * ("output_format" in body)
     if len(named) > 1:
-        raise body.error("output_format", "and output_config.format: a text has one structure")
+        raise body.error("output_format", "expected this or output_config.format, got both")
     config.any("format", None)
     config.end()
     if not named:
@@ -76,7 +76,7 @@ def _conversation(body: Fields, model: ServedModel) -> Conversation:
         messages.append({"role": "system", "content": body.texts("system", ("text",), _OF_TEXTS)})
     entries = body.objects("messages")
     if not entries:
-        raise body.error("messages", "must be a list of at least one message")
+        raise body.error("messages", "expected at least one message, got none")
     for message in entries:
         messages += _messages(message)
     tools = ClientTools()
@@ -164,10 +164,10 @@ def _choice(requested: Fields, names: Collection[str]) -> tuple[Any, bool]:
     kind = requested.choice("type", (*_CHOICES, "tool"), "auto" if names else "none")
     parallel = not requested.flag("disable_parallel_tool_use", False)
     if not names and kind in ("any", "tool"):
-        raise requested.error("type", "asks for a call, and there are no tools")
+        raise requested.error("type", f"{kind} requires tools")
     choice: Any = {"name": requested.text("name")} if kind == "tool" else _CHOICES[str(kind)]
     if kind == "tool" and choice["name"] not in names:
-        raise requested.error("name", f"is {shown(choice['name'])}, and there is no such tool")
+        raise requested.error("name", f"expected the name of a tool, got {shown(choice['name'])}")
     requested.end()
     return (choice if names else "none"), parallel
 

@@ -229,7 +229,7 @@ async def _error(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    wording = {404: "There is no such route here.", 405: "This route takes another method."}
+    wording = {404: "no such route", 405: "method not allowed"}
     message = wording.get(error.status_code, error.detail)
     body = error_form(request.url.path, request.headers).error(error.status_code, message)
     return JSONResponse(body, error.status_code, error.headers)

@@ -97,7 +97,7 @@ def cache_size_of(
     weights, state_bytes = weight_bytes(config, dtype), decoder.state_bytes(config)
     positions = config.max_position_embeddings
     if max_length is not None and max_length > positions:
-        raise ContractError(f"--max-length is {max_length}; the model knows {positions} positions")
+        raise ContractError(f"--max-length: expected at most {positions}, the model's positions, got {max_length}")
     longest = positions if max_length is None else max_length
     if pages is None:
         most = memory if memory is not None else int(SHARE * (free - weights))
@@ -111,12 +111,12 @@ def cache_size_of(
     of_states = f", the least {LEAST_STATES} states {LEAST_STATES * state_bytes}" if state_bytes else ""
     if pages < 1:
         raise ContractError(
-            f"the weights take {weights} of the {free} bytes of memory that are free: too few are left for the cache,"
-            f" a page of {page_size} tokens takes {page_bytes}{of_states}"
+            f"the cache: no page fits; the weights take {weights} of {free} free bytes of memory,"
+            f" a page of {page_size} tokens {page_bytes}{of_states}"
         )
     if max_length is not None and max_length > pages * page_size:
         raise ContractError(
-            f"--max-length is {max_length}; {pages} pages of {page_size} tokens hold {pages * page_size}"
+            f"--max-length: expected at most {pages * page_size}, the tokens of {pages} pages, got {max_length}"
         )
     longest, num_windows = min(longest, pages * page_size), min(pages, most_windows)
     return CacheSize(pages, page_size, page_bytes, weights, longest, state_bytes, num_windows, window_bytes)

@@ -140,7 +140,7 @@ def chat_format(model: ServedModel) -> ChatFormat:
         ContractError: it has none.
     """
     if model.chat is None:
-        raise ContractError("this model has no chat template: ask for /v1/completions, or see --chat-template")
+        raise ContractError("this model has no chat template: use /v1/completions, or serve it with --chat-template")
     return model.chat
 
 

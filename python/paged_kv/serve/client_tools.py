@@ -124,7 +124,7 @@ def read_text_tool(
             if not (is_enforced := inside is not None and not problem_of(Grammar(inside))):
                 inside = None
         if not is_enforced:
-            grammar.pass_over("definition", "has what is not enforced here: the model is told of it")
+            grammar.pass_over("definition", "not enforced: the model only reads it")
         description = f"{description}\n\nThe input follows this {_SYNTAXES[str(syntax)]}:\n{definition}".strip()
         grammar.end()
     form.end()
@@ -156,27 +156,27 @@ def read_choice(body: Fields, tools: ClientTools, *, nested: bool) -> Any:
     choice = body.any("tool_choice", "auto" if has_tools else "none")
     if not isinstance(choice, dict):
         if choice not in _CHOICES:
-            raise body.error("tool_choice", f"must be none, auto, required or a function, not {shown(choice)}")
+            raise body.error("tool_choice", f"expected none, auto, required or a function, got {shown(choice)}")
         if choice == "required" and not has_tools:
-            raise body.error("tool_choice", "asks for a call, and there are no tools")
+            raise body.error("tool_choice", "required requires tools")
         return choice if has_tools else "none"
     requested = body.object("tool_choice")
     kind = str(requested.choice("type", (*_KINDS, "allowed_tools")))
     inner = requested.object(kind) if nested else requested
     if not has_tools:
-        raise body.error("tool_choice", "asks for a call, and there are no tools")
+        raise body.error("tool_choice", f"{kind} requires tools")
     if kind == "allowed_tools":
         mode = inner.choice("mode", ("auto", "required"))
         named = [_named(each, tools, nested) for each in inner.objects("tools")]
         names = [name for name in named if name is not None]
         if not names and mode == "required":
-            raise inner.error("tools", "names no tool that is offered")
+            raise inner.error("tools", "expected the name of an offered tool, got none")
         choice = {"names": names, "mode": mode} if names else "none"
     else:
         name, namespace = inner.text("name"), inner.text("namespace", None)
         choice = {"name": tools.function(name, namespace)}
         if choice["name"] is None:
-            raise body.error("tool_choice", f"there is no tool {printable(repr(name))}")
+            raise body.error("tool_choice", f"expected the name of a tool, got {printable(repr(name))}")
     inner.end()
     requested.end()
     return choice
@@ -191,7 +191,7 @@ def _named(entry: Fields, tools: ClientTools, nested: bool) -> str | None:
     inner = entry.object(kind) if nested else entry
     name = tools.function(inner.text("name"), inner.text("namespace", None))
     if name is None:
-        raise inner.error("name", f"is {shown(inner.text('name'))}, and there is no such tool")
+        raise inner.error("name", f"expected the name of a tool, got {shown(inner.text('name'))}")
     inner.end()
     entry.end()
     return name

@@ -81,7 +81,7 @@ class GuardedConnection(H11Protocol):
             if len(self.connections) > 2 * self._limit:
                 transport.abort()
             else:
-                self._refuse(503, f"The server has {self._limit} connections: see --max-connections.")
+                self._refuse(503, f"all {self._limit} connections are in use; --max-connections sets the limit")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timers()
@@ -139,7 +139,7 @@ class GuardedConnection(H11Protocol):
     def _head_is_late(self) -> None:
         self._head_timer = None
         if self.conn.trailing_data[0]:
-            self._refuse(408, f"The head of the request did not come within {HEAD_SECONDS:.0f} seconds.")
+            self._refuse(408, f"the head of the request: expected all of it within {HEAD_SECONDS:.0f} seconds")
         else:
             self.transport.close()  # it never began one
 

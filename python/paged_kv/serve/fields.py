@@ -23,7 +23,7 @@ class FieldError(ContractError):
     """A word by which clients know the error."""
 
     def __init__(self, param: str, problem: str) -> None:
-        super().__init__(f"{param} {problem}")
+        super().__init__(f"{param}: {problem}")
         self.param = param
 
 
@@ -41,7 +41,7 @@ class Fields:
 
     def __init__(self, value: Any, name: str = "", ignored: Ignored | None = None) -> None:
         if not isinstance(value, dict):
-            raise FieldError(name or "the body", f"must be an object, not {shown(value)}")
+            raise FieldError(name or "the body", f"expected an object, got {shown(value)}")
         self._values = {key: value for key, value in value.items() if value is not None}
         self._name = name
         self._ignored = Ignored() if ignored is None else ignored
@@ -64,7 +64,7 @@ class Fields:
         if name in self._values:
             return self._values[name]
         if default is _MISSING:
-            raise self.error(name, "is missing")
+            raise self.error(name, "missing")
         return default
 
     def text(self, name: str, default: Value | str = _MISSING) -> Value | str:
@@ -140,7 +140,7 @@ class Fields:
     def refuse(self, name: str, neutral: Collection[Any] = ()) -> None:
         """Refuses a field that would change the answer, unless its value is one that does not."""
         if name in self._values and not any(self._values[name] == each for each in (False, [], {}, "", *neutral)):
-            raise self.error(name, "is not supported")
+            raise self.error(name, "not supported")
         self._read.add(name)
 
     def end(self) -> None:
@@ -150,8 +150,8 @@ class Fields:
             FieldError: there is a field that is not known, and the server is strict.
         """
         for name in sorted(self._values.keys() - self._read):
-            error = self.error(printable(name), "is not known here")
-            self._ignored.add(error.param, error, "is not known here")
+            error = self.error(printable(name), "unknown field")
+            self._ignored.add(error.param, error, "unknown field")
 
     def leave_out(self, kinds: Collection[str], name: str = "type") -> None:
         """Ignores all of it: its type is none of some.
@@ -160,8 +160,8 @@ class Fields:
             FieldError: the server is strict.
         """
         asked = shown(self._values.get(name))
-        error = self.error(name, f"must be one of {', '.join(kinds)}, not {asked}")
-        self._ignored.add(self._name, error, f"has the {name} {asked}, which is not known here")
+        error = self.error(name, f"expected one of {', '.join(kinds)}, got {asked}")
+        self._ignored.add(self._name, error, f"unknown {name} {asked}")
 
     def pass_over(self, name: str, problem: str) -> None:
         """Ignores what a field says.
@@ -174,7 +174,7 @@ class Fields:
     def _typed(self, name: str, default: Any, wording: str, fits: Callable[[Any], bool]) -> Any:
         value = self.any(name, default)
         if value is not default and not fits(value):
-            raise self.error(name, f"must be {wording}, not {shown(value)}")
+            raise self.error(name, f"expected {wording}, got {shown(value)}")
         return value
 
 
@@ -201,4 +201,4 @@ def parse(body: bytes, ignored: Ignored | None = None) -> Fields:
     except (ValueError, RecursionError) as error:
         if isinstance(error, FieldError):
             raise
-        raise ContractError(f"the body is no JSON: {printable(error)}") from None
+        raise ContractError(f"the body: invalid JSON: {printable(error)}") from None

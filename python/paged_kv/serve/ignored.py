@@ -31,10 +31,10 @@ class UnknownParts:
 
     def log(self, path: str, problem: str) -> None:
         """Log a part that is ignored, unless one of its kind was logged before."""
-        message = f"{_INDEX.sub('[]', path)} {problem}"
+        message = f"{_INDEX.sub('[]', path)}: {problem}"
         if message not in self._logged and len(self._logged) < _MOST_LOGGED:
             self._logged.add(message)
-            logger.warning("ignored: %s (told once; --strict refuses it)", message)
+            logger.warning("ignored: %s (logged once; --strict refuses it)", message)
 
 
 class Ignored:

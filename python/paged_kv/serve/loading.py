@@ -103,11 +103,11 @@ def _draft(settings: Settings, source: Source) -> Source | None:
         return None
     draft = open_source(Path(str(settings.speculate)))
     if draft.tokenizer()[0].get_vocab() != source.tokenizer()[0].get_vocab():
-        raise ContractError(f"--speculate {printable(settings.speculate)}: its tokens are not those of the model")
-    if draft.config.recurrence is not None:
         raise ContractError(
-            f"--speculate {printable(settings.speculate)}: a model with recurrent layers does not draft"
+            f"--speculate {printable(settings.speculate)}: expected the model's vocabulary, got another"
         )
+    if draft.config.recurrence is not None:
+        raise ContractError(f"--speculate {printable(settings.speculate)}: a model with recurrent layers cannot draft")
     return draft
 
 

@@ -115,25 +115,25 @@ class Middleware:
         rules = self._rules
         named = _values(scope["headers"], b"host")
         if len(named) != 1:
-            raise Refused(400, "A request needs one Host header.")
+            raise Refused(400, f"Host: expected one header, got {len(named)}")
         if host_name(named[0]) not in rules.hosts and not _is_own_address(host_name(named[0]), scope.get("server")):
-            raise Refused(403, "This Host is not served here: see --allowed-host.")
+            raise Refused(403, "Host: not a name of this server; --allowed-host adds one")
         for origin in origins:
             if host_name(origin.partition("://")[2]) not in rules.hosts and not rules.origins.allows(origin):
-                raise Refused(403, "Requests of this Origin are not served: see --allowed-origin.")
+                raise Refused(403, "Origin: pages of it may not ask this server; --allowed-origin allows them")
 
     def _check(self, scope: Scope) -> None:
         """All else that needs no body. Raises Refused."""
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         route = route_at(scope["path"])
         if (route is None or route.access != "open") and not self._has_key(headers):
-            raise Refused(401, "A key is needed: Authorization: Bearer KEY.")
+            raise Refused(401, "Authorization: expected Bearer and the key of this server")
         if route is None or route.access not in self._rules.access:
-            raise Refused(404, "There is no such route here.")
+            raise Refused(404, "no such route")
         if scope["method"] in ("POST", "PUT", "PATCH"):
             kinds = [value.partition(";")[0].strip().lower() for value in _values(headers, b"content-type")]
             if kinds != ["application/json"]:
-                raise Refused(415, "A body is taken as Content-Type: application/json.")
+                raise Refused(415, "Content-Type: expected application/json")
 
     def _has_key(self, headers: list[tuple[bytes, bytes]]) -> bool:
         if self._key is None:
@@ -182,7 +182,7 @@ class _Body:
             Refused: it is larger than `limit` bytes, took too long, or is nested too deeply.
             _Gone: the client has left.
         """
-        too_large = Refused(413, f"The body may have {limit} bytes: see --max-body-bytes.")
+        too_large = Refused(413, f"the body: expected at most {limit} bytes, got more; --max-body-bytes sets the limit")
         if self._declared > limit:
             raise too_large
         pieces, size = [], 0
@@ -199,12 +199,12 @@ class _Body:
                     if size > limit:
                         raise too_large
         except TimeoutError:
-            raise Refused(408, f"The body did not come within {BODY_SECONDS:.0f} seconds.") from None
+            raise Refused(408, f"the body: expected all of it within {BODY_SECONDS:.0f} seconds") from None
         self._content = b"".join(pieces)
         if b"\0" in self._content:  # UTF-16 and UTF-32, which Python's parser would read
-            raise Refused(400, "A body is UTF-8, and has no NUL.")
+            raise Refused(400, "the body: expected UTF-8 without NUL")
         if depth(self._content) > MAX_DEPTH:
-            raise Refused(400, f"Arrays and objects may be nested {MAX_DEPTH} deep.")
+            raise Refused(400, f"the body: expected arrays and objects at most {MAX_DEPTH} deep, got deeper ones")
 
     async def again(self) -> Message:
         """ASGI's `receive`: the body, then what comes after it."""

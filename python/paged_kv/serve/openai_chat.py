@@ -48,12 +48,12 @@ def read_chat(body: Fields, model: ServedModel) -> Exchange:
     logprobs = body.flag("logprobs", False)
     top = body.integer("top_logprobs", 0, 0, MOST_LOGPROBS)
     if top and not logprobs:
-        raise body.error("top_logprobs", "belongs to a request with logprobs: true")
+        raise body.error("top_logprobs", "requires logprobs: true")
     for name in _REFUSED:
         body.refuse(name)
     body.refuse("modalities", (["text"],))
     if not body.flag("skip_special_tokens", True):
-        raise body.error("skip_special_tokens", "is not supported other than true")
+        raise body.error("skip_special_tokens", "expected true, got false")
     job, prompt = conversation.job(
         body,
         model,
@@ -75,7 +75,7 @@ def read_conversation(body: Fields, model: ServedModel) -> Conversation:
     """
     messages = [_message(each) for each in body.objects("messages")]
     if not messages:
-        raise body.error("messages", "must be a list of at least one message")
+        raise body.error("messages", "expected at least one message, got none")
     chat = chat_format(model)
     tools = _tools(body, chat)
     template = _template_values(body.object("chat_template_kwargs", None))
@@ -85,7 +85,7 @@ def read_conversation(body: Fields, model: ServedModel) -> Conversation:
     if not body.flag("add_generation_prompt", not continues):
         template["add_generation_prompt"] = False
     elif continues:
-        raise body.error("continue_final_message", "belongs to a request with add_generation_prompt: false")
+        raise body.error("continue_final_message", "requires add_generation_prompt: false")
     return Conversation(
         chat,
         messages,
@@ -118,7 +118,7 @@ def _template_values(values: Fields) -> dict[str, Any]:
     """Further values for the template, other than those that a request has fields for."""
     for name in _OWN_VALUES:
         if name in values:
-            raise values.error(name, "is no value of the template that a request may set")
+            raise values.error(name, "reserved: a request cannot set this variable of the template")
     return dict(values.raw())
 
 
@@ -130,7 +130,7 @@ def _message(entry: Fields) -> dict[str, Any]:
         others = _OTHERS.get(str(role), "refuse")
         message["content"] = entry.texts("content", ("text", "refusal"), ("cache_control",), others)
     elif role != "assistant":
-        raise entry.error("content", "is missing")
+        raise entry.error("content", "missing")
     if "tool_calls" in entry:
         message["tool_calls"] = [_call(call) for call in entry.objects("tool_calls")]
     for name in ("name", "tool_call_id", "reasoning_content"):

@@ -34,7 +34,7 @@ def read_completion(body: Fields, model: ServedModel) -> Exchange:
     best_of = body.integer("best_of", n, 1, MOST_SAMPLES)
     wishes = Wishes.read(body)
     if best_of < n or (best_of > n and wishes.stream):
-        raise body.error("best_of", f"is {best_of}: it is at least n, {n}, and no more in a stream")
+        raise body.error("best_of", f"expected at least n = {n}, and no more in a stream, got {best_of}")
     model.check_samples("best_of" if best_of > n else "n", len(prompts), best_of)
     echo = body.flag("echo", False)
     logprobs = body.integer("logprobs", None, 0, MOST_LOGPROBS)
@@ -69,7 +69,7 @@ def _prompts(body: Fields) -> list[tuple[str, Any]]:
     prompt = body.any("prompt")
     if isinstance(prompt, list) and prompt and all(isinstance(each, str | list) for each in prompt):
         if len(prompt) > MOST_PROMPTS:
-            raise body.error("prompt", f"is a list of {len(prompt)} prompts, {MOST_PROMPTS} at most")
+            raise body.error("prompt", f"expected at most {MOST_PROMPTS} prompts, got {len(prompt)}")
         return [(f"prompt[{index}]", each) for index, each in enumerate(prompt)]
     return [("prompt", prompt)]
 

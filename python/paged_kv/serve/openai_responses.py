@@ -46,7 +46,7 @@ def read_response(body: Fields, model: ServedModel) -> Responses:
     model = model.check_name(body)
     _refuse(body)
     if body.flag("store", False):
-        raise body.error("store", "is not supported other than false: nothing is kept")
+        raise body.error("store", "expected false, got true: responses are not stored")
     conversation = _conversation(body, model)
     stream, answer = body.flag("stream", False), _structure(body)
     echoed = {name: body.any(name, default) for name, default in _ECHOED.items()}
@@ -98,7 +98,7 @@ def _conversation(body: Fields, model: ServedModel) -> Conversation:
     else:
         messages.append({"role": "user", "content": body.text("input")})
     if not messages:
-        raise body.error("input", "must be a text or a list of at least one item")
+        raise body.error("input", "expected a text or at least one item, got an empty list")
     chat, tools = chat_format(model), ClientTools()
     for each in body.objects("tools"):
         _add_tool(tools, each, chat)
@@ -116,7 +116,7 @@ def _add_item(messages: list[dict[str, Any]], item: Fields) -> None:
     """Adds an item of the input. Thoughts, texts and calls that follow each other are one message of the assistant."""
     kind = str(item.text("type", "message"))
     if kind == "item_reference":
-        raise item.error("type", "is item_reference, and nothing is kept here: send the item itself")
+        raise item.error("type", "item_reference is not supported, as items are not stored: send the item itself")
     if kind not in _ITEMS:
         item.leave_out(_ITEMS)
         return

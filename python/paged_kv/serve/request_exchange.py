@@ -96,7 +96,7 @@ class Wishes:
             return Wishes(stream, tokens=tokens)
         options = body.object("stream_options")
         if not stream:
-            raise body.error("stream_options", "belongs to a request with stream: true")
+            raise body.error("stream_options", "requires stream: true")
         at_end, always = options.flag("include_usage", False), options.flag("continuous_usage_stats", False)
         options.ignore(("include_obfuscation",))
         options.end()

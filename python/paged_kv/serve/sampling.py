@@ -57,7 +57,7 @@ def read_sampling(body: Fields, model: ServedModel, max_tokens: int, **options: 
             options.setdefault(name, body.any(name))
     stop_tokens = body.any("stop_token_ids", [])
     if not isinstance(stop_tokens, list) or not all(type(token) is int and token >= 0 for token in stop_tokens):
-        raise body.error("stop_token_ids", f"must be a list of token ids, not {shown(stop_tokens)}")
+        raise body.error("stop_token_ids", f"expected a list of token ids, got {shown(stop_tokens)}")
     body.ignore(_HARMLESS)
     if type(seed := options.get("seed")) is int and seed < 0:  # -1 and the like ask for a random one
         del options["seed"]
@@ -100,7 +100,7 @@ def read_structure(body: Fields) -> Structure | None:
         if name in body:
             structures[name] = _structure(body, name, kind)
     if len(structures) > 1:
-        raise ContractError(f"a text has one structure: {' or '.join(structures)}, not both")
+        raise ContractError(f"{', '.join(structures)}: expected one structure, got {len(structures)}")
     for name, structure in structures.items():
         check_structure(name, structure)
     return next(iter(structures.values()), None)
@@ -119,7 +119,7 @@ def read_schema(holder: Fields, name: str, default: Any = None) -> JsonSchema:
 def check_structure(name: str, structure: Structure) -> None:
     """Refuses a structure that cannot be enforced, by the name of its field. Raises FieldError."""
     if problem := problem_of(structure):
-        raise FieldError(name, f"is refused: {problem}")
+        raise FieldError(name, f"cannot be enforced: {problem}")
 
 
 def read_max_tokens(body: Fields, names: tuple[str, ...], default: int, minimum: int, left: int) -> int:
@@ -138,7 +138,7 @@ def _structure(body: Fields, name: str, kind: str) -> Structure:
     if kind == "choice":
         choices = body.any(name)
         if not isinstance(choices, list) or not choices or not all(isinstance(each, str) and each for each in choices):
-            raise body.error(name, f"must be a list of texts, not {shown(choices)}")
+            raise body.error(name, f"expected a list of texts, got {shown(choices)}")
         return Regex("|".join(re.sub(r"([\\.+*?()|\[\]{}^$])", r"\\\1", each) for each in choices))
     text = str(body.text(name))
     return Regex(text) if kind == "regex" else Grammar(text)

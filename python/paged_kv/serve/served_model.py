@@ -106,7 +106,7 @@ class ServedModel:
         """The model by another of its names. Raises UnknownModel where it is none."""
         if name not in self.names:
             names = " or ".join(map(repr, self.names))
-            raise UnknownModel("model", f"{printable(repr(name))} is not served here; {names} is")
+            raise UnknownModel("model", f"expected {names}, got {printable(repr(name))}")
         named = copy(self)
         named.name = name
         return named
@@ -127,8 +127,8 @@ class ServedModel:
             return
         limit = f"the server runs and queues {most} samples at most"
         if prompts > most:
-            raise FieldError("prompt", f"must be at most {most} prompts, not {prompts}: {limit}")
-        raise FieldError(field, f"must be at most {most // prompts} for {prompts} prompts, not {n}: {limit}")
+            raise FieldError("prompt", f"expected at most {most} prompts, got {prompts}: {limit}")
+        raise FieldError(field, f"expected at most {most // prompts} for {prompts} prompts, got {n}: {limit}")
 
     def tokens(self, name: str, prompt: Any, *, is_template: bool = False, special: bool = True) -> tuple[int, ...]:
         """The tokens of a prompt that is a text or tokens.
@@ -149,7 +149,7 @@ class ServedModel:
                 raise ContextExceeded(name, len(prompt) // _USUAL_CHARACTERS, self.most_tokens, counted)
             prompt = self.tokenizer.encode(prompt, is_template=is_template or not special)
         elif not isinstance(prompt, list):
-            raise FieldError(name, f"must be a text or a list of token ids, not {shown(prompt)}")
+            raise FieldError(name, f"expected a text or a list of token ids, got {shown(prompt)}")
         if len(prompt) > self.config.max_position_embeddings:
             raise ContextExceeded(name, len(prompt), self.most_tokens)
         return check_prompt(self.config, name, prompt)

@@ -81,11 +81,11 @@ class Settings:
         for name in ("memory_gb", "max_gap", "kv_disk_gb", "drain_seconds", "stall_seconds"):
             value = getattr(self, name)
             if value is not None and not 0 < value < 1e9:
-                raise ContractError(f"{_flag(name)} must be above 0 and below 10^9, not {value}")
+                raise ContractError(f"{_flag(name)}: expected above 0 and below 10^9, got {value}")
         if self.pages is not None and self.memory_gb is not None:
-            raise ContractError("the cache has the size of --pages or of --memory-gb, not of both")
+            raise ContractError("--pages, --memory-gb: expected one of them, got both")
         if self.profile and self.speculate is not None:
-            raise ContractError("--profile is not for --speculate, whose steps are of other kinds")
+            raise ContractError("--profile: not supported with --speculate, whose steps are of other kinds")
 
     def rules(self, max_length: int) -> Rules:
         """Return who may ask this server, and how much at once.
@@ -118,7 +118,7 @@ class Settings:
         sources = {"--api-key": self.api_key, "--api-key-file": self.api_key_file, API_KEY: os.environ.get(API_KEY)}
         keys = {name: value for name, value in sources.items() if value is not None}
         if len(keys) > 1:
-            raise ContractError(f"a key comes from one of {' and '.join(keys)}, not from both")
+            raise ContractError(f"the API key: expected one of {' and '.join(keys)}, got {len(keys)}")
         key = next(iter(keys.values()), None)
         if isinstance(key, Path):
             if not key.is_file():
@@ -126,7 +126,7 @@ class Settings:
             with key.open("rb") as opened:
                 key = opened.read(_LONGEST_KEY + 2).decode("latin-1").strip()
         if key is not None and not (1 <= len(key) <= _LONGEST_KEY and all("!" <= letter <= "~" for letter in key)):
-            raise ContractError(f"the API key must be 1 to {_LONGEST_KEY} visible ASCII characters without a space")
+            raise ContractError(f"the API key: expected 1 to {_LONGEST_KEY} visible ASCII characters without a space")
         return key
 
     def _integer(self, name: str, minimum: int) -> None:

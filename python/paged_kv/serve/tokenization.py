@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from paged_kv.arguments import shown
 from paged_kv.serve.fields import Fields
 from paged_kv.serve.openai_chat import read_conversation
 from paged_kv.serve.served_model import ServedModel
@@ -31,6 +32,6 @@ def detokenize(body: Fields, model: ServedModel) -> dict[str, Any]:
     model.check_name(body)
     tokens = body.any("tokens")
     if not isinstance(tokens, list):
-        raise body.error("tokens", "must be a list of token ids")
+        raise body.error("tokens", f"expected a list of token ids, got {shown(tokens)}")
     body.end()
     return {"prompt": model.text(model.tokens("tokens", tokens)) if tokens else ""}

@@ -45,7 +45,7 @@ def _log(name: str, arguments: str, schema: Mapping[str, Any]) -> None:
     try:
         problem = misfit(json.loads(arguments), schema)
     except ValueError:
-        problem = "the arguments are no JSON"
+        problem = "the arguments are not JSON"
     except (PagedKVError, RecursionError):
         problem = None
     if problem:

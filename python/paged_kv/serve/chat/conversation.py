@@ -95,7 +95,7 @@ def read_messages(
         ContractTypeError, ContractError: they are no messages of texts and calls.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
-        raise ContractTypeError(f"messages must be a list of messages, not {shown(messages)}")
+        raise ContractTypeError(f"messages: expected a list of messages, got {shown(messages)}")
     # Where calls are asked for in another syntax than the template's, it sees none of its own.
     is_native = habits.text is not None and not (tools and isinstance(syntax, Generic))
     as_objects = habits.as_objects if is_native else None
@@ -108,15 +108,15 @@ def read_messages(
 def _message(place: str, entry: Any, template: Template, syntax: Syntax, as_objects: bool | None) -> dict[str, Any]:
     """One message; `as_objects` is None where the template writes no calls."""
     if not isinstance(entry, Mapping) or not isinstance(entry.get("role"), str):
-        raise ContractTypeError(f"{place}: a message has a role and a content, not {shown(entry)}")
+        raise ContractTypeError(f"{place}: expected a role and content, got {shown(entry)}")
     message = {name: value for name, value in entry.items() if value is not None}
     if message["role"] == "developer" and "developer" not in template.text:
         message["role"] = "system"
     calls = message.pop("tool_calls", None) or []
     if not isinstance(calls, Sequence) or isinstance(calls, str):
-        raise ContractTypeError(f"{place}: tool_calls must be a list, not {shown(calls)}")
+        raise ContractTypeError(f"{place}.tool_calls: expected a list, got {shown(calls)}")
     if "content" not in message and message["role"] != "assistant":
-        raise ContractError(f"{place}: content is missing")
+        raise ContractError(f"{place}.content: missing")
     message["content"] = _text(place, message.get("content", ""))
     if not calls:
         return message
@@ -132,14 +132,14 @@ def _text(place: str, content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
-        raise ContractTypeError(f"{place}: content must be a text or a list of texts, not {shown(content)}")
+        raise ContractTypeError(f"{place}.content: expected a text or a list of texts, got {shown(content)}")
     texts = []
-    for part in content:
+    for at, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in ("text", "input_text", "output_text"):
-            raise ContractError(f"{place}: content has a part of type {shown(kind)}; only text is there")
+            raise ContractError(f"{place}.content[{at}].type: only text parts are supported, got {shown(kind)}")
         if not isinstance(part.get("text"), str):
-            raise ContractTypeError(f"{place}: the text of a part must be a string, not {shown(part.get('text'))}")
+            raise ContractTypeError(f"{place}.content[{at}].text: expected a string, got {shown(part.get('text'))}")
         texts.append(part["text"])
     return "\n".join(texts)
 
@@ -147,15 +147,15 @@ def _text(place: str, content: Any) -> str:
 def _call(place: str, call: Any) -> Call:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ContractTypeError(f"{place} must have a function with a name, not {shown(call)}")
+        raise ContractTypeError(f"{place}: expected a function with a name, got {shown(call)}")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError) as error:
-            raise ContractError(f"{place}: arguments are no JSON: {printable(error)}") from None
+            raise ContractError(f"{place}.function.arguments: invalid JSON: {printable(error)}") from None
     if not isinstance(arguments, Mapping):
-        raise ContractTypeError(f"{place}: arguments must be an object, not {shown(arguments)}")
+        raise ContractTypeError(f"{place}.function.arguments: expected an object, got {shown(arguments)}")
     return Call(function["name"], arguments, str(call.get("id") or ""))
 
 

@@ -48,7 +48,7 @@ class ChatFormat:
     ) -> None:
         if DEFAULT not in templates and len(templates) != 1:
             titles = printable(", ".join(sorted(templates)))
-            raise CheckpointError(f"the chat templates are {titles}; none is called {DEFAULT!r}")
+            raise CheckpointError(f"chat templates: expected one named {DEFAULT!r}, got {titles}")
         default = templates.get(DEFAULT) or next(iter(templates.values()))
         with file_errors("the chat template cannot be used"):
             self._default = Template(default, names)
@@ -132,11 +132,11 @@ class ChatFormat:
         values = template_kwargs | {"add_generation_prompt": False}
         place, content = f"messages[{len(messages) - 1}]", read[-1]["content"]
         if not content.strip() or messages[-1].get("tool_calls"):
-            raise ContractError(f"{place}: expected a content and no calls, to be continued")
+            raise ContractError(f"{place}: expected content and no calls in a message to continue")
         marked = [*read[:-1], read[-1] | {"content": content + _BEGUN}]
         whole, mark, rest = template.render(marked, offered, **values).rpartition(_BEGUN.strip())
         if not mark or content.strip() not in whole:
-            raise ContractError(f"{place}: the chat template does not write its content as it is, to be continued")
+            raise ContractError(f"{place}: cannot be continued, as the chat template changes its content")
         prompt = whole if rest.startswith(_BEGUN.removeprefix(_BEGUN.strip())) else whole.rstrip()
         try:
             before = template.render(read[:-1], offered, **values | {"add_generation_prompt": True})

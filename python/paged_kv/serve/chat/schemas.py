@@ -35,7 +35,7 @@ class Schema:
         self._count = [0] if count is None else count
         self._count[0] += 1
         if depth > _MOST_DEPTH or self._count[0] > _MOST_PARTS:
-            raise ContractError(f"tools: a schema of parameters is more than {_MOST_DEPTH} deep, or refers to itself")
+            raise ContractError(f"tools: expected schemas at most {_MOST_DEPTH} deep, got a deeper or endless one")
         self.node: dict[str, Any] = dict(node) if isinstance(node, Mapping) else {}
         if isinstance(self.node.get("$ref"), str):
             rest = {name: value for name, value in self.node.items() if name != "$ref"}
@@ -120,7 +120,7 @@ class Schema:
         for key in reference.removeprefix("#").split("/")[1:]:
             name = key.replace("~1", "/").replace("~0", "~")
             if not isinstance(place, Mapping) or name not in place:
-                raise ContractError(f"tools: a schema of parameters refers to {reference!r}, which is not there")
+                raise ContractError(f"tools: a schema refers to {reference!r}, which does not exist")
             place = place[name]
         return place
 

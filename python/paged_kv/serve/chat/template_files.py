@@ -137,7 +137,7 @@ def _json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(_text(file))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: no JSON: {printable(error)}") from None
+        raise CheckpointError(f"{file}: invalid JSON: {printable(error)}") from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: no JSON object")
+        raise CheckpointError(f"{file}: expected a JSON object, got {printable(shown(value))}")
     return value

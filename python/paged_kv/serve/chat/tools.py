@@ -29,7 +29,7 @@ class ToolError(ContractError):
     def __init__(self, index: int, field: str, problem: str) -> None:
         self.index, self.field, self.problem = index, field, problem
         self.param = f"tools[{index}]{_FIELDS[field]}"
-        super().__init__(f"{self.param} {problem}")
+        super().__init__(f"{self.param}: {problem}")
 
 
 class ToolTypeError(ToolError, ContractTypeError):
@@ -45,7 +45,7 @@ class ToolSchemaError(ToolError):
     """
 
     def __init__(self, tool: Tool, problem: str) -> None:
-        words = f"must be a schema that can be enforced, as {tool.name!r} is strict; it cannot at {problem}"
+        words = f"{tool.name!r} is strict and cannot be enforced at {problem}"
         super().__init__(tool.index, "parameters", words)
 
 
@@ -97,19 +97,19 @@ def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
     if tools is None:
         return ()
     if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
-        raise ContractTypeError(f"tools must be a list, not {shown(tools)}")
+        raise ContractTypeError(f"tools: expected a list, got {shown(tools)}")
     by_name: dict[str, Tool] = {}
     for at, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(tool, Mapping) or not isinstance(function, Mapping):
-            raise ToolTypeError(at, "", f"must be an object with a function, not {shown(tool)}")
+            raise ToolTypeError(at, "", f"expected an object with a function, got {shown(tool)}")
         if tool.get("type", "function") != "function":
-            raise ToolError(at, "type", f"must be function, not {shown(tool['type'])}")
+            raise ToolError(at, "type", f"expected function, got {shown(tool['type'])}")
         name = function.get("name")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise ToolError(at, "name", f"must be 1 to 128 of A-Z a-z 0-9 _ . : -, not {shown(name)}")
+            raise ToolError(at, "name", f"expected 1 to 128 of A-Z a-z 0-9 _ . : -, got {shown(name)}")
         if name in by_name:
-            raise ToolError(at, "name", f"must be another one: a second function is called {name!r}")
+            raise ToolError(at, "name", f"duplicate function name {name!r}")
         schema = _parameters(at, function.get("parameters"))
         parameters = {"additionalProperties": False} | schema if function.get("parameters") is None else close(schema)
         by_name[name] = Tool(name, parameters, schema, function.get("strict") is True, at)
@@ -136,21 +136,21 @@ def chosen_tools(tools: tuple[Tool, ...], choice: Any) -> tuple[tuple[Tool, ...]
         return tools, False
     if choice == "required":
         if not tools:
-            raise ContractError("tool_choice is required, and there are no tools")
+            raise ContractError("tool_choice: required requires tools")
         return tools, True
     name = choice.get("name") if isinstance(choice, Mapping) else None
     if not isinstance(name, str):
-        raise ContractTypeError(f"tool_choice must be none, auto, required or a function's name, not {shown(choice)}")
+        raise ContractTypeError(f"tool_choice: expected none, auto, required or a function's name, got {shown(choice)}")
     named = tuple(tool for tool in tools if tool.name == name)
     if not named:
-        raise ContractError(f"tool_choice: there is no tool {name!r}")
+        raise ContractError(f"tool_choice: expected the name of a tool, got {name!r}")
     return named, True
 
 
 def _parameters(index: int, parameters: Any) -> dict[str, Any]:
     value = {} if parameters is None else parameters
     if not isinstance(value, Mapping):
-        raise ToolTypeError(index, "parameters", f"must be a JSON schema, not {shown(parameters)}")
+        raise ToolTypeError(index, "parameters", f"expected a JSON schema, got {shown(parameters)}")
     try:
         schema = json.loads(str(JsonSchema(value).schema))
     except ContractTypeError as error:
@@ -158,5 +158,5 @@ def _parameters(index: int, parameters: Any) -> dict[str, Any]:
     except ContractError as error:
         raise ToolError(index, "parameters", f"cannot be read: {error}") from None
     if schema.setdefault("type", "object") != "object":
-        raise ToolError(index, "parameters", f"describe {shown(schema['type'])}; they must be an object")
+        raise ToolError(index, "parameters", f"expected the type object, got {shown(schema['type'])}")
     return schema
