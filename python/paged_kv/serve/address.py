@@ -64,12 +64,12 @@ def is_loopback(host: str) -> bool:
 
 
 def _bind(opened: socket.socket, address: tuple[object, ...]) -> None:
-    """Without SO_REUSEADDR, by which another program could take the port too before this one listens."""
+    """Bind without SO_REUSEADDR: with it another program could bind the port too until this one listens."""
     try:
         opened.bind(address)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        # Connections of a server that has ended may wait out their end: only this goes beside them.
+        # Connections of a server that has ended may still time out; with this option both have the port.
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         opened.bind(address)

@@ -1,4 +1,4 @@
-"""A chat whatever the API: what is asked of the model, and its answer as a message or as blocks."""
+"""Chats of every API: the request to the model, and its answer as a message or in blocks."""
 
 from __future__ import annotations
 
@@ -92,8 +92,7 @@ class Conversation:
         n: int = 1,
         **options: Any,
     ) -> tuple[Job, str]:
-        """Return what a backend computes, and the prompt. The fields of a body that say how tokens are chosen are
-        read here.
+        """Return the job of a backend, and the prompt. Reads the body's sampling fields.
 
         Args:
             body: The body of the request.
@@ -118,7 +117,7 @@ class Conversation:
 
 
 _BILLING = re.compile(r"^x-anthropic-billing-header:[^\n]*\n?", re.MULTILINE)
-"""A line of Claude Code's system messages that is another one with each request, so that no prefix would be shared."""
+"""A line of Claude Code's system messages that changes with each request, so no prefix could be shared."""
 
 
 def _without_billing(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

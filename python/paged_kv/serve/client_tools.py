@@ -1,7 +1,7 @@
 """Tools as OpenAI's clients have them: functions, tools whose input is a text, and namespaces of both.
 
-A model is told of functions alone. A tool whose input is a text becomes a function of one string, and a tool of a
-namespace one whose name has the namespace before it; `ClientTool` leads back to the client's own words.
+Models know functions only. A tool whose input is a text becomes a function of one string; the function of a tool in a
+namespace has the namespace before its name. `ClientTool` leads back to the client's own words.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from paged_kv.structured_output import Grammar, JsonSchema, problem_of
 
 INPUT = "input"
 """The argument that a text is in."""
-_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _BEGIN = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
 _CHARACTERS = re.compile(
     r'(?:[^"\\]|\\["\\/bfnrt]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}'
@@ -63,9 +62,9 @@ class ClientTools:
         return self.by_function.get(function) or ClientTool(function)
 
     def function(self, name: Any, namespace: str | None = None) -> str | None:
-        """The function's name of a client's tool; None where there is none.
+        """The name of the function of a client's tool; None if there is no such tool.
 
-        Without a namespace it may be in any, but one in none comes first.
+        Without a namespace: a tool in no namespace, else one in any.
         """
         functions = [tool.get("function") for tool in self.functions]
         names = [str(each.get("name")) for each in functions if isinstance(each, Mapping)]
@@ -195,11 +194,6 @@ def _named(entry: Fields, tools: ClientTools, nested: bool) -> str | None:
     inner.end()
     entry.end()
     return name
-
-
-def is_function_name(name: str) -> bool:
-    """Return whether functions may have a name."""
-    return _NAME.fullmatch(name) is not None
 
 
 class TextInput:

@@ -19,12 +19,12 @@ from paged_kv.serve.error_forms import OPENAI
 from paged_kv.serve.middleware import LINGER_SECONDS, Middleware
 
 HEAD_SECONDS = 10.0
-"""In which a request's line and headers must have come."""
+"""Limit for the arrival of a request's line and headers."""
 HEAD_BYTES = 1 << 15
 CUT_SECONDS = 5.0
-"""In which requests that the server's end has cut are told so."""
+"""Time for requests cut off by the shutdown to get their 503."""
 WRITE_SECONDS = 60.0
-"""In which a client must have read something of what waits for it."""
+"""Limit for a client to read some of the pending output."""
 
 
 class GuardedServer(Server):
@@ -59,7 +59,7 @@ class GuardedServer(Server):
 
 
 class GuardedConnection(H11Protocol):
-    """One connection: it has so long for a head, and for reading; what is refused is told in OpenAI's shape.
+    """One connection, with time limits for its heads and its reads; refusals have OpenAI's form.
 
     A refused connection is closed for writing and read on for a while: the system would reset one with unread bytes,
     and the client would lose the answer.

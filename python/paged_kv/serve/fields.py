@@ -12,7 +12,7 @@ from paged_kv.serve.ignored import Ignored
 
 Value = TypeVar("Value")
 OtherParts: TypeAlias = Literal["refuse", "name", "drop"]
-"""Parts of a content that are no texts are refused, a text in their place names them, or they are dropped."""
+"""What to do with parts that are not text: refuse them, name them in a text, or drop them."""
 _MISSING: Any = object()
 
 
@@ -32,8 +32,8 @@ class Fields:
 
     Args:
         value: The object.
-        name: By which errors know it, as `messages[2]`; empty for the body itself.
-        ignored: Takes what is not known; by default it is refused.
+        name: Its name in errors, as `messages[2]`; empty for the body itself.
+        ignored: Collects unknown fields; by default they are refused.
 
     Raises:
         FieldError: it is no object.
@@ -147,14 +147,14 @@ class Fields:
         """Ignores what was not read.
 
         Raises:
-            FieldError: there is a field that is not known, and the server is strict.
+            FieldError: there is an unknown field, and the server is strict.
         """
         for name in sorted(self._values.keys() - self._read):
             error = self.error(printable(name), "unknown field")
             self._ignored.add(error.param, error, "unknown field")
 
     def leave_out(self, kinds: Collection[str], name: str = "type") -> None:
-        """Ignores all of it: its type is none of some.
+        """Ignores all of it, as its type is none of `kinds`.
 
         Raises:
             FieldError: the server is strict.
@@ -191,10 +191,10 @@ def _is_text(value: Any) -> bool:
 
 
 def parse(body: bytes, ignored: Ignored | None = None) -> Fields:
-    """The fields of a body; `ignored` takes what is not known.
+    """The fields of a body; `ignored` collects unknown ones.
 
     Raises:
-        ContractError: it is no JSON, or no object.
+        ContractError: it is not JSON, or not an object.
     """
     try:
         return Fields(json.loads(body), ignored=ignored)

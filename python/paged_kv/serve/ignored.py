@@ -1,4 +1,4 @@
-"""Parts of requests that are not known here: left out and named to the client, or refused by `--strict`."""
+"""Unknown parts of requests: ignored and named to the client, or refused by `--strict`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ODD = re.compile(r"[^A-Za-z0-9_.\[\]$@/:-]")
 
 
 class UnknownParts:
-    """A server's policy for parts of requests that it does not know. Each kind is logged once.
+    """A server's policy for unknown parts of requests. Each kind is logged once.
 
     Args:
         strict: Whether they are refused.

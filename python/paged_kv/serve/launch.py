@@ -1,4 +1,4 @@
-"""From settings to a listening server: what cannot be is refused before anything is compiled."""
+"""From settings to a listening server. Bad settings are refused before anything is compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From settings to an engine: what cannot be is refused before weights are read or anything is compiled."""
+"""From settings to an engine. Bad settings are refused before weights are read or anything is compiled."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class LocalBackend:
             raise Gone(f"{self._streams.failures} steps in a row raised")
 
     def still(self) -> float:
-        """Seconds in which no step has ended, though there was something to compute; as far as was looked."""
+        """Seconds since a step was last seen to end while there was work; each call looks."""
         now, steps = time.monotonic(), self.engine.statistics.steps
         if steps != self._steps or self.engine.is_idle:
             self._steps, self._since = steps, now

@@ -10,10 +10,9 @@
     type        a body that is not application/json: 415
     body        too large: 413; too slow: 408; nested too deeply: 400
        |
-    application what is cut by the server's end is told so, 503
+    application requests cut off by the shutdown get 503
 
-Nothing of the body is read before all that stands above it is right, and the application sees no request that is
-refused.
+The body is read only after all checks above it have passed; the application sees no refused request.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ MAX_DEPTH = 64
 1000.
 """
 BODY_SECONDS = 20.0
-"""In which a whole body must have come."""
+"""Limit for the arrival of a whole body."""
 LINGER_SECONDS = 10.0
 """For how long a refused body is read on and dropped: a client that sends first and reads later gets its answer."""
 _DROPS = 8
@@ -64,7 +63,7 @@ class Refused(Exception):
 def depth(body: bytes) -> int:
     """Return how deeply arrays and objects of a JSON text are nested: no loop of Python's over its bytes.
 
-    Of a text that is no JSON, any number from 0 on.
+    Text that is not JSON gives any number from 0 on.
     """
     outside = b"".join(body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])  # of strings
     steps = outside.translate(_BRACKETS, _NO_BRACKETS)
@@ -81,7 +80,7 @@ class Middleware:
         self._drops = asyncio.Semaphore(_DROPS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":  # where the server tells when it begins and ends, as Ray's does
+        if scope["type"] == "lifespan":  # Ray's server sends its start and end
             await self._application(scope, receive, send)
         if scope["type"] != "http":  # the application knows no WebSockets
             return
@@ -140,7 +139,7 @@ class Middleware:
             return True
         asked = _values(headers, b"authorization") or [f"Bearer {each}" for each in _values(headers, b"x-api-key")]
         scheme, _, key = (asked or [""])[0].partition(" ")
-        digest = sha256(key.strip().encode("latin-1")).digest()  # of one length: its comparison tells none
+        digest = sha256(key.strip().encode("latin-1")).digest()  # of one length, so comparing leaks none
         return hmac.compare_digest(digest, self._key) and scheme.lower() == "bearer"
 
     async def _refuse(self, refused: Refused, body: _Body, answer: _Answer) -> None:
@@ -171,7 +170,7 @@ class _Body:
         self.unread = self._declared > 0 or bool(_values(scope["headers"], b"transfer-encoding"))
         """True if the client may still be sending."""
         self.waits = b"100-continue" in dict(scope["headers"]).get(b"expect", b"").lower()
-        """True if it sends only once it is told to."""
+        """True if it sends only after `100 Continue`."""
         self._receive = receive
         self._content: bytes | None = b""
 
@@ -265,9 +264,9 @@ class _Answer:
         await self._send({"type": "http.response.body", "body": b""})
 
     async def fail(self, status: int, message: str) -> None:
-        """The end of a request that was not answered to its end: an error, or an event of a stream that has begun.
+        """End an unfinished request with an error, or with an error event where a stream has begun.
 
-        Another answer that has begun is left without its end: uvicorn closes the connection then.
+        Any other answer that has begun is left unfinished: uvicorn then closes the connection.
         """
         if not self._started:
             await self.whole(status, message, closes=True)

@@ -29,7 +29,7 @@ _OWN_VALUES = (
 """Names of what transformers' `apply_chat_template` and the server take themselves."""
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _REFUSED = (*REFUSED, "functions", "function_call", "audio", "echo", "documents", "chat_template")
-"""Fields without which the answer would be another one than a client relies on."""
+"""Fields that would change the answer: refused, not ignored."""
 _OTHERS: dict[str, OtherParts] = {"tool": "name", "assistant": "drop"}
 """The fate of parts that are no texts; in other messages they are refused."""
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from paged_kv.serve.backend import Job
 from paged_kv.serve.chat import ChatFormat
+from paged_kv.serve.chat.tools import is_function_name
 from paged_kv.serve.chat_request import Block, BlockExchange, Conversation, Message, chat_format
 from paged_kv.serve.client_tools import (
     ClientTool,
     ClientTools,
-    is_function_name,
     qualified,
     read_choice,
     read_function,

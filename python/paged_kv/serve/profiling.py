@@ -21,7 +21,7 @@ class Profiling:
     def __init__(self, model: DecoderModel) -> None:
         self._model = model
         self._started: tuple[tuple[StepProfile, StepProfile], float] | None = None
-        copied_bytes_per_second(model.profile_steps()[0].dtype)  # now, and not beside the steps of requests
+        copied_bytes_per_second(model.profile_steps()[0].dtype)  # now, not during steps of requests
         model.end_profile()
 
     def start(self) -> None:

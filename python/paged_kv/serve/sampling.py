@@ -1,4 +1,4 @@
-"""The fields of a body that say how tokens are chosen, for all routes of OpenAI's API."""
+"""Sampling fields and structures of a body, for all routes that compute tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paged_kv.serve.served_model import ServedModel
 from paged_kv.structured_output import Grammar, JsonSchema, Regex, Structure, problem_of
 
 MOST_LOGPROBS = 20
-"""Most likely tokens beside each token."""
+"""The largest number of most likely tokens that an answer has for each token."""
 _HARMLESS = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     "prediction",
@@ -26,7 +26,7 @@ REFUSED = (
     *("json_schema", "logits_processors", "allowed_token_ids", "bad_words", "use_beam_search"),
     *("prompt_embeds", "prompt_logprobs", "truncate_prompt_tokens", "include_stop_str_in_output"),
 )
-"""Fields of other servers without which the text would be another one than a client relies on."""
+"""Fields of other servers that would change the text: refused, not ignored."""
 _GUIDED = {
     "guided_json": "json",
     "guided_regex": "regex",

@@ -1,4 +1,4 @@
-"""The model as requests are read for it: its name, its tokens, its chat format. Its weights are not read."""
+"""The served model as requests see it: names, tokenizer, limits and chat format, but no weights."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from paged_kv.serve.chat import ChatFormat
 
 CHARACTERS = 16
-"""Characters of a prompt for each token of the longest request: more are not split into tokens."""
+"""Characters per token of the longest request: a longer prompt is refused before it is split into tokens."""
 _USUAL_CHARACTERS = 4
-"""The same as texts have it."""
+"""Characters per token of usual texts."""
 
 
 class UnknownModel(FieldError):
@@ -33,7 +33,7 @@ class UnknownModel(FieldError):
 
 
 class ContextExceeded(FieldError):
-    """A prompt is too long, told in the words by which clients of OpenAI's know it.
+    """A prompt is too long, in the words that OpenAI's clients recognise.
 
     Args:
         param: The field of the prompt.
@@ -52,7 +52,7 @@ class ContextExceeded(FieldError):
             f"an answer has one at least. Please reduce the length of the {param}.",
         )
         self.anthropic = f"prompt is too long: {tokens} tokens > {most - 1} maximum"
-        """The words by which clients of Anthropic's know it; an answer has a token."""
+        """The words that Anthropic's clients recognise; an answer has a token."""
 
 
 class ServedModel:
@@ -92,7 +92,7 @@ class ServedModel:
         self.sampling = sampling or {}
         digest = sha256(f"{version('paged-kv')} {source.config!r}".encode()).hexdigest()
         self.fingerprint = f"fp_{digest[:12]}"
-        """Another one where this package or the model is another one, as OpenAI's `system_fingerprint`."""
+        """OpenAI's `system_fingerprint`: it changes with the version of this package and with the model."""
         self.tokenizer = Tokenizer(source, source.config)
         self.chat: ChatFormat | None = ChatFormat.read(source, self.tokenizer, template)
         self.token_bytes = lru_cache(4096)(self.tokenizer.token_bytes)

@@ -54,7 +54,7 @@ class Settings:
     generation_config: Literal["model", "none"] = "model"
     """The source of sampling fields that a request leaves out: the model's generation_config.json, or nowhere."""
     strict: bool = False
-    """True if requests are refused of which a part is not known; else it is ignored, and named to the client."""
+    """True: requests with unknown parts are refused; else these are ignored, and named to the client."""
     drain_seconds: float = 30.0
     stall_seconds: float = 120.0
     api_key: str | None = field(default=None, repr=False)

@@ -31,7 +31,7 @@ _MOST_DEPTH = 200
 def log_misfit(name: str, arguments: str, schema: Mapping[str, Any]) -> None:
     """Warns in the log where the arguments of a call do not fit the schema of its tool; the call stays as it is.
 
-    That is found in a thread of its own: a pattern that is new takes a while to compile.
+    The check runs in its own thread: compiling a new pattern takes a while.
     """
     _executor().submit(_log, name, arguments, schema)
 
@@ -53,8 +53,8 @@ def _log(name: str, arguments: str, schema: Mapping[str, Any]) -> None:
 
 
 def misfit(value: Any, schema: Any) -> str | None:
-    """The place in a value and the keyword of a schema that does not accept it; None where it fits, as far as that is
-    found in bounded work. Values are not named: they are the user's.
+    """The place in a value and the schema keyword that rejects it; None if it fits, or the check is too much work.
+    The value itself is not named: it is the user's.
     """
     try:
         return next(_Check(schema).problems(value, schema, "", 0), None)

@@ -69,7 +69,7 @@ class Incoming:
 
         Args:
             marks: The texts that are looked for; of two that begin at one place the longer counts.
-            say: Is given the text as it comes.
+            say: Called with the text as it comes.
         """
         matcher = _marks(tuple(marks))
         while True:

@@ -104,7 +104,7 @@ class Syntax:
 
         Args:
             text: The message as it comes.
-            out: Is told what was read.
+            out: Receives what was read.
             asked: What was asked for; `tools`, `thought` and `is_open` are read.
             silent: Special tokens that are not shown.
         """
