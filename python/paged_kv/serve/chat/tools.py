@@ -17,9 +17,9 @@ _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _FIELDS = {"": "", "type": ".type", "name": ".function.name", "parameters": ".function.parameters"}
 
 
-def is_function_name(name: Any) -> bool:
+def is_function_name(name: str) -> bool:
     """Return whether functions may have a name."""
-    return isinstance(name, str) and _NAME.fullmatch(name) is not None
+    return _NAME.fullmatch(name) is not None
 
 
 class ToolError(ContractError):
@@ -111,7 +111,7 @@ def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
         if tool.get("type", "function") != "function":
             raise ToolError(at, "type", f"expected function, got {shown(tool['type'])}")
         name = function.get("name")
-        if not is_function_name(name):
+        if not isinstance(name, str) or not is_function_name(name):
             raise ToolError(at, "name", f"expected 1 to 128 of A-Z a-z 0-9 _ . : -, got {shown(name)}")
         if name in by_name:
             raise ToolError(at, "name", f"duplicate function name {name!r}")
