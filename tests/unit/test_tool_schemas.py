@@ -188,7 +188,7 @@ def test_what_cannot_be_enforced_is_taken_from_the_smallest_part_and_refused_by_
         with pytest.raises(ToolSchemaError) as refused:
             hold(read, syntax)
         assert refused.value.param == f"tools[{at}].function.parameters"
-        assert f"{read[0].name!r} is strict; it cannot at #{pointer}: " in str(refused.value), name
+        assert f"{read[0].name!r} is strict and cannot be enforced at #{pointer}: " in str(refused.value), name
 
 
 KEYWORDS = [
