@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 from paged_kv.errors import ContractError, ContractTypeError
@@ -78,6 +79,16 @@ def flag(name: str, value: Any) -> bool:
         return bool(value)
     except Exception as error:  # a `__bool__` may raise anything
         raise ContractTypeError(f"{name} must be true or false, not {shown(value)}") from error
+
+
+def one_of(name: str, value: Any, legal: Sequence[Any]) -> None:
+    """Refuses a value that is none of `legal`, or of another type.
+
+    Raises:
+        ContractError: as said; the message calls it `name`.
+    """
+    if not any(isinstance(value, type(each)) and value == each for each in legal):
+        raise ContractError(f"{name}: expected {' or '.join(map(repr, legal))}, got {shown(value)}")
 
 
 def printable(text: object) -> str:

@@ -339,7 +339,7 @@ def _refuse_owned(table: Indices, sequence: int, columns: slice, blocks: Indices
 
 def _converted(device: ArrayDevice, rows: Any, dtype: np.dtype[Any], name: str) -> Any:
     """Rows in the pool's dtype, or as floats for codes: a float becomes another float, nothing else changes."""
-    found = device.dtype(rows)
-    if found != dtype and not (is_float(found) and is_float(dtype)):
-        raise ContractTypeError(f"{name}: dtype {found} cannot be stored in a pool of {dtype}")
+    source = device.dtype(rows)
+    if source != dtype and not (is_float(source) and is_float(dtype)):
+        raise ContractTypeError(f"{name}: dtype {source} cannot be stored in a pool of {dtype}")
     return device.astype(rows, dtype)

@@ -146,16 +146,16 @@ def _written(rule: _Rule, written: Mapping[str, str]) -> str:
 
 
 def _characters(text: str) -> list[str]:
-    found = []
+    characters = []
     for *codes, escaped, plain in _CHARACTER.findall(text):
         code = next((int(each, 16) for each in codes if each), None)
         if code is None:
-            found.append(_ESCAPED.get(escaped, escaped) or plain)
+            characters.append(_ESCAPED.get(escaped, escaped) or plain)
         elif code > 0x10FFFF or 0xD800 <= code < 0xE000:
             raise _error(f"U+{code:04X} is no character")
         else:
-            found.append(chr(code))
-    return found
+            characters.append(chr(code))
+    return characters
 
 
 def _set(token: str) -> str:

@@ -28,7 +28,7 @@ _NEVER_ENFORCED = (
     *("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"),
 )
 """Further keywords that llguidance has not."""
-_BESIDE = {
+_DEPENDENT = {
     "properties": ("additionalProperties",),
     "patternProperties": ("additionalProperties",),
     "prefixItems": ("items",),
@@ -41,7 +41,7 @@ _MOST_ROUNDS = 100
 """Keywords at most that are dropped one by one."""
 
 
-class Problem(NamedTuple):
+class SchemaProblem(NamedTuple):
     """A part of a schema that cannot be enforced."""
 
     pointer: str
@@ -106,7 +106,7 @@ def by_itself(schema: Any, pointer: str, without: str = "") -> dict[str, Any]:
 
 def drop(node: dict[str, Any], keyword: str) -> None:
     """Takes a keyword from a schema, so that it accepts what it did and more."""
-    for name in (keyword, *_BESIDE.get(keyword, ())):
+    for name in (keyword, *_DEPENDENT.get(keyword, ())):
         node.pop(name, None)
 
 
@@ -128,7 +128,7 @@ def without(schema: Any, keywords: Collection[str]) -> Any:
     return relaxed
 
 
-def relax(schema: Any, problem_of: ProblemOf, seconds: float) -> tuple[Any, list[Problem]]:
+def relax(schema: Any, problem_of: ProblemOf, seconds: float) -> tuple[Any, list[SchemaProblem]]:
     """A schema that can be enforced and accepts all that another accepts, and what was taken from that one.
 
     Keywords go one by one, each from the smallest part that has the problem alone. Where that takes more than the
@@ -139,7 +139,7 @@ def relax(schema: Any, problem_of: ProblemOf, seconds: float) -> tuple[Any, list
     if not problem:
         return schema, []
     if not isinstance(schema, dict):
-        return {}, [Problem("#", problem)]
+        return {}, [SchemaProblem("#", problem)]
     problems = [locate(schema, problem, problem_of, until)]
     relaxed = without(schema, _NEVER_ENFORCED)
     for _ in range(_MOST_ROUNDS):
@@ -151,7 +151,7 @@ def relax(schema: Any, problem_of: ProblemOf, seconds: float) -> tuple[Any, list
         if place not in problems:
             problems.append(place)
         _drop_at(relaxed, place.pointer)
-    return {}, [*problems, Problem("#", "too much of it cannot be enforced")]
+    return {}, [*problems, SchemaProblem("#", "too much of it cannot be enforced")]
 
 
 def _drop_at(schema: dict[str, Any], pointer: str) -> None:
@@ -174,14 +174,14 @@ def _drop_at(schema: dict[str, Any], pointer: str) -> None:
                 drop(node, name)
 
 
-def locate(schema: Any, problem: str, problem_of: ProblemOf, until: float) -> Problem:
+def locate(schema: Any, problem: str, problem_of: ProblemOf, until: float) -> SchemaProblem:
     """The smallest part of a schema that has a problem alone, and its keyword, as far as they are found in time."""
     place, has_moved = "#", True
     while has_moved:
         has_moved = False
         for pointer, _ in parts(place, at(schema, place), deep=False):
             if time.process_time() > until:
-                return Problem(place, problem)
+                return SchemaProblem(place, problem)
             if _same(problem_of(by_itself(schema, pointer)), problem):
                 place, has_moved = pointer, True
                 break
@@ -192,8 +192,8 @@ def locate(schema: Any, problem: str, problem_of: ProblemOf, until: float) -> Pr
         if keyword not in ("$defs", "definitions") and not _same(
             problem_of(by_itself(schema, place, keyword)), problem
         ):
-            return Problem(f"{place}/{_escaped(keyword)}", problem)
-    return Problem(place, problem)
+            return SchemaProblem(f"{place}/{_escaped(keyword)}", problem)
+    return SchemaProblem(place, problem)
 
 
 def _rank(keyword: str) -> int:

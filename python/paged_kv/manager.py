@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from paged_kv.arguments import LARGEST_INDEX, integer, shown
+from paged_kv.arguments import LARGEST_INDEX, integer, one_of
 from paged_kv.arrays import devices
 from paged_kv.arrays.dtypes import cache_dtype_of
 from paged_kv.arrays.host import like, sample_array
 from paged_kv.arrays.types import DTypeLike, SupportsDLPack
 from paged_kv.calls.append import WritableCache, new_cache
 from paged_kv.calls.kv_copy import Slots
-from paged_kv.errors import ContractError, RequestError
+from paged_kv.errors import RequestError
 from paged_kv.pool import PagePool
 
 
@@ -77,10 +77,7 @@ class PagedKVCacheManager:
         self.head_dim = integer("head_dim", head_dim, 1, LARGEST_INDEX)
         shape = (self.max_num_pages, 2, self.page_size, self.num_kv_heads, self.head_dim)
         element = cache_dtype_of(dtype, "dtype")
-        if kind is not None and (not isinstance(kind, str) or kind not in ("numpy", "torch")):
-            raise ContractError(f"kind must be 'numpy' or 'torch', not {shown(kind)}")
-        if kind is not None and kind not in at.kinds:
-            raise ContractError(f"kind must be 'torch' for a cache on {shown(device)}, not 'numpy'")
+        one_of("kind", kind, (None, *(library for library in ("numpy", "torch") if library in at.kinds)))
         kind = kind or ("torch" if "torch" in sys.modules else "numpy")
         self._sample = sample_array(kind)
         self.kv_cache = new_cache(at, "kv_cache", shape, element, kind)

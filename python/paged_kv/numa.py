@@ -67,7 +67,7 @@ def set_numa(where: str) -> None:
         bind_threads(placement.cpus)
 
 
-def place(where: str, found: Mapping[int, frozenset[int]], cpus: set[int], allowed: Iterable[int]) -> Placement:
+def place(where: str, cpus_of: Mapping[int, frozenset[int]], cpus: set[int], allowed: Iterable[int]) -> Placement:
     """Return what `set_numa` does.
 
     Args:
@@ -76,7 +76,7 @@ def place(where: str, found: Mapping[int, frozenset[int]], cpus: set[int], allow
         cpus: The CPUs that the process may run on.
         allowed: The nodes whose memory it may take.
     """
-    usable = sorted(found.keys() & set(allowed))
+    usable = sorted(cpus_of.keys() & set(allowed))
     if where == INTERLEAVE:
         if not usable:
             raise ContractError("this machine tells of no NUMA node whose memory the process may take")
@@ -84,7 +84,7 @@ def place(where: str, found: Mapping[int, frozenset[int]], cpus: set[int], allow
     node = int(where) if where.isascii() and where.isdigit() else -1
     if node not in usable:
         raise ContractError(f"a NUMA node is one of {', '.join(map(str, usable))} or {INTERLEAVE}, not {shown(where)}")
-    mine = found[node] & cpus
+    mine = cpus_of[node] & cpus
     if not mine:
         raise ContractError(f"this process may run on no CPU of NUMA node {node}")
     return Placement(_PREFERRED, (node,), mine)
@@ -94,8 +94,8 @@ def nodes(system: Path) -> dict[int, frozenset[int]]:
     """The CPUs of each node that has memory; node 0 with all CPUs where the system tells of none."""
     folder = system / "node"
     with_memory = numbers_of(folder / "has_memory")
-    found = {node: frozenset(numbers_of(folder / f"node{node}" / "cpulist")) for node in with_memory}
-    return found or {0: frozenset(range(os.cpu_count() or 1))}
+    cpus_of = {node: frozenset(numbers_of(folder / f"node{node}" / "cpulist")) for node in with_memory}
+    return cpus_of or {0: frozenset(range(os.cpu_count() or 1))}
 
 
 def numbers_of(file: Path) -> list[int]:

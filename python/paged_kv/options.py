@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from paged_kv.arguments import shown
+from paged_kv.arguments import one_of, shown
 from paged_kv.call_layouts import LATENT_OPTIONS, SOFTMAX_OPTIONS
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.kv_formats import CODE_DTYPES, TABLE, Codes
@@ -62,8 +62,7 @@ def check_kv_format(value: Any) -> None:
     Raises:
         ContractError: as said.
     """
-    if value is not None and not (isinstance(value, str) and value in CODE_DTYPES):
-        raise ContractError(f"kv_format must be {' or '.join(CODE_DTYPES)}, not {shown(value)}")
+    one_of("kv_format", value, (None, *CODE_DTYPES))
 
 
 def stored_dtype(dtype: str) -> str:

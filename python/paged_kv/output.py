@@ -27,8 +27,8 @@ def with_streams(command: Callable[[], int]) -> int:
     warnings.formatwarning = _in_one_line
     if sys.stdout is None:
         return _fail("it is closed")
-    given = sys.stdout
-    sys.stdout = stdout = _Stdout(given)
+    original = sys.stdout
+    sys.stdout = stdout = _Stdout(original)
     try:
         status = command()
         stdout.flush()
@@ -40,7 +40,7 @@ def with_streams(command: Callable[[], int]) -> int:
         if stdout.error is not None:
             _discard(stdout)
         stdout.release()
-        sys.stdout = given
+        sys.stdout = original
         _flush_messages()
     return status if stdout.error is None else _reported(stdout.error)
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from paged_kv.arguments import printable
 from paged_kv.errors import ContractError, ToolchainError
-from paged_kv.json_schemas import Problem, by_itself, parts, relax, without
+from paged_kv.json_schemas import SchemaProblem, by_itself, parts, relax, without
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -61,7 +61,7 @@ class Verdict:
 
     schema: str
     """The schema, or one that accepts more."""
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[SchemaProblem, ...] = ()
     """The parts that were taken from it; none where all of it can be enforced."""
 
 
@@ -77,8 +77,8 @@ def library() -> Any:
     except ImportError:  # which a missing distribution is, too
         installed = ""
     if not installed or tuple(map(int, installed.split(".")[:2])) < _OLDEST:
-        found = f"{installed} is" if installed else "none is"
-        raise ToolchainError(f"structured_output: it needs llguidance 1.9 or later, and {found} installed")
+        state = f"{installed} is" if installed else "none is"
+        raise ToolchainError(f"structured_output: it needs llguidance 1.9 or later, and {state} installed")
     return llguidance
 
 
@@ -161,7 +161,7 @@ def examine(schemas: Sequence[str], seconds: int = SECONDS) -> list[Verdict]:
     new = dict.fromkeys(text for text in schemas if text not in verdicts)
     sure = [text for text in new if len(text) <= _SURE_CHARACTERS and not any(name in text for name in _UNSURE)]
     verdicts |= {text: _examined(text) for text in sure}
-    verdicts |= _examine_apart([text for text in new if text not in verdicts], seconds)
+    verdicts |= _examine_in_process([text for text in new if text not in verdicts], seconds)
     with _lock:
         for text in new:
             while len(_verdicts) >= _MOST_VERDICTS:
@@ -170,24 +170,26 @@ def examine(schemas: Sequence[str], seconds: int = SECONDS) -> list[Verdict]:
     return [verdicts[text] for text in schemas]
 
 
-def _examine_apart(schemas: Iterable[str], seconds: int) -> dict[str, Verdict]:
+def _examine_in_process(schemas: Iterable[str], seconds: int) -> dict[str, Verdict]:
     """The verdicts of a process of its own. A schema that ends it is tried again without what is hard to compile."""
     verdicts: dict[str, Verdict] = {}
-    left: list[tuple[str, str, tuple[Problem, ...]]] = [(text, text, ()) for text in schemas]
+    left: list[tuple[str, str, tuple[SchemaProblem, ...]]] = [(text, text, ()) for text in schemas]
     until = time.monotonic() + _MOST_TRIALS * seconds
     while left:
         answers, status = _try([["json_schema", text] for _, text, _ in left], seconds)
         for (whole, _, ended), (schema, problems) in zip(left, answers, strict=False):
-            found = tuple(Problem(*each) for each in problems)
-            verdicts[whole] = Verdict(schema, (*ended, *found))
+            parsed = tuple(SchemaProblem(*each) for each in problems)
+            verdicts[whole] = Verdict(schema, (*ended, *parsed))
         left = left[len(answers) :]
         if not left:
             break
         whole, text, _ = left.pop(0)
         if time.monotonic() > until:
-            verdicts |= {each: Verdict("{}", (Problem("#", "there was no time to try it"),)) for each, _, _ in left}
+            verdicts |= {
+                each: Verdict("{}", (SchemaProblem("#", "there was no time to try it"),)) for each, _, _ in left
+            }
             left = []
-        ended = (Problem("#", _LIMITS.format(seconds=seconds, status=status)),)
+        ended = (SchemaProblem("#", _LIMITS.format(seconds=seconds, status=status)),)
         simple = json.dumps(without(json.loads(text), _HARD), ensure_ascii=False)
         if simple == text or text != whole or time.monotonic() > until:
             verdicts[whole] = Verdict("{}", ended)

@@ -60,15 +60,15 @@ class JsonSchema:
     """Its JSON, once it was checked."""
 
     def __post_init__(self) -> None:
-        given = self.schema
-        if not isinstance(given, Mapping | bool | str):
+        schema = self.schema
+        if not isinstance(schema, Mapping | bool | str):
             raise ContractTypeError(
-                f"structured_output: a JSON schema must be an object, a truth value or JSON, not {shown(given)}"
+                f"structured_output: a JSON schema must be an object, a truth value or JSON, not {shown(schema)}"
             )
         try:
-            if isinstance(given, str):
-                _check_text(self.KIND, given)
-            parsed = json.loads(given) if isinstance(given, str) else given
+            if isinstance(schema, str):
+                _check_text(self.KIND, schema)
+            parsed = json.loads(schema) if isinstance(schema, str) else schema
             _check_tree(parsed)
             text = json.dumps(parsed, allow_nan=False, ensure_ascii=False)
         except RecursionError:

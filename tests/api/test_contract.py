@@ -144,7 +144,7 @@ PLANS = [
     Row("width", 520, ShapeError, "{name} must be a multiple of 8 from 8 to 512, not 520"),
     Row("page_size", 0, ContractError, "page_size must be at least 1, not 0"),
     # Options.
-    Row("mode", "ROPE", ContractError, "pos_encoding_mode must be one of NONE, ROPE_LLAMA, ALIBI, not 'ROPE'"),
+    Row("mode", "ROPE", ContractError, "expected 'NONE' or 'ROPE_LLAMA' or 'ALIBI', got 'ROPE'"),
     Row("logits_soft_cap", -1.0, ContractError, "logits_soft_cap must be at least 0"),
     Row("logits_soft_cap", 1e-46, ContractError, f"logits_soft_cap {NUMBER}"),
     Row("sm_scale", 1e39, ContractError, f"sm_scale {NUMBER} (float32)"),
@@ -191,7 +191,7 @@ PLANS = [
     Row("kv_indices", None, ContractError, "kv_indices is needed", MLA),
     Row("cum_seq_lens_q", i32(0), ContractError, "say the requests already"),
     Row("block_tables", i32(0)[None], ContractError, "say the requests already", MLA),
-    Row("lse_mode", "e", ContractError, "lse_mode must be "),
+    Row("lse_mode", "e", ContractError, "lse_mode: expected 'none' or "),
     Row("skip_softmax", True, ContractError, "skip_softmax: expected False"),
     Row("metadata", 1, ContractTypeError, "metadata must be a MLAPlanMetadata, not int"),
     # A cascade's; its levels have 1 and 2 groups.
@@ -259,7 +259,7 @@ RUNS = [
     Row("lse", dtype("float64"), ContractTypeError, "lse: dtype float64, planned float32"),
     Row("lse", read_only, ContractError, "lse is read-only"),
     Row("lse", differentiable, ContractTypeError, GRADIENT),
-    Row("lse_layout", "HND", ContractError, "lse_layout must be one of NH, HN, not 'HND'"),
+    Row("lse_layout", "HND", ContractError, "lse_layout: expected 'NH' or 'HN', got 'HND'"),
     Row("lse_layout", "HN", ShapeError, "lse: shape [5, 4], planned "),
     # Options of a run.
     Row("q_len_per_req", 2, ShapeError, "out: shape [2, 4, 8], planned [B * q_len_per_req, num_qo_heads, "),
@@ -287,7 +287,7 @@ SINGLE = [
     Row("v", part(slice(2)), ShapeError, "v: shape [2, 2, 8] differs from k's [3, 2, 8]"),
     Row("v", dtype("float16"), ContractTypeError, "v: dtype float16 differs from k's float32"),
     Row("v", part(slice(None, None, -1)), ContractError, "v has a negative stride"),
-    Row("mode", "rope", ContractError, "pos_encoding_mode must be one of"),
+    Row("mode", "rope", ContractError, "pos_encoding_mode: expected"),
     Row("kv_layout", "HND", ShapeError, "heads are no multiple"),
     Row("custom_mask", np.ones((3, 2), bool), ShapeError, "custom_mask: shape [3, 2], expected [6] or [2, 3]"),
     Row("packed_custom_mask", np.zeros(2, np.uint8), ShapeError, "packed_custom_mask: shape [2], expected [1]"),
@@ -403,7 +403,7 @@ ROLES |= {
 HELD = r" in buffers(\.run)?$"
 
 WRAPPERS = [
-    Row("kv_layout", "HDN", ContractError, "kv_layout must be 'NHD' or 'HND', not 'HDN'"),
+    Row("kv_layout", "HDN", ContractError, "kv_layout: expected 'NHD' or 'HND', got 'HDN'"),
     Row("jit_args", ["uri"], ContractError, "jit_args: expected None, got ["),
     Row("variant_owns_mask", True, ContractError, "variant_owns_mask: expected False"),
     Row("num_levels", 0, ContractError, "num_levels must be at least 1"),

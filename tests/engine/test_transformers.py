@@ -30,7 +30,7 @@ from paged_kv.errors import ContractError, ShapeError, ToolchainError
 from paged_kv.kv_formats import CODE_DTYPES, KVFormat
 from paged_kv.transformers import PagedCache, linear, served
 from paged_kv.transformers.batching import PagedBlocks
-from paged_kv.transformers.cache import GIVEN, PagedLayer
+from paged_kv.transformers.cache import CACHE_ARGUMENT, PagedLayer
 from paged_kv.transformers.served import why_not
 from support import harness
 from support.checkpoints import make_checkpoint
@@ -225,9 +225,11 @@ def test_ways_of_decoding(way: str, gemma: Any, monkeypatch: pytest.MonkeyPatch)
 def turns(model: Any, cache: Any) -> list[list[int]]:
     """`generate` twice, with one cache."""
     options = {"max_new_tokens": 5, "do_sample": False}
-    first = model.generate(torch.tensor([PROMPTS[4]]), **{GIVEN: cache}, return_dict_in_generate=True, **options)
+    first = model.generate(
+        torch.tensor([PROMPTS[4]]), **{CACHE_ARGUMENT: cache}, return_dict_in_generate=True, **options
+    )
     text = torch.cat([first.sequences, torch.tensor([PROMPTS[2]])], 1)
-    found: list[list[int]] = model.generate(text, **{GIVEN: first[GIVEN]}, **options).tolist()
+    found: list[list[int]] = model.generate(text, **{CACHE_ARGUMENT: first[CACHE_ARGUMENT]}, **options).tolist()
     return found
 
 
@@ -264,7 +266,7 @@ SECOND_TURNS: dict[str, Callable[[Any, Any, Any], Any]] = {
     ),
     "no cache": lambda model, ids, given: model.generate(ids, attention_mask=padding(5, ids), use_cache=False, **given),
     "a forward pass": lambda model, ids, given: model(
-        ids[:, -2:], attention_mask=padding(5, ids), **{GIVEN: given[GIVEN]}
+        ids[:, -2:], attention_mask=padding(5, ids), **{CACHE_ARGUMENT: given[CACHE_ARGUMENT]}
     ).logits.argmax(-1),
 }
 
@@ -284,17 +286,20 @@ def test_a_cache_of_pages_is_a_cache_for_other_code_and_masks_too(turn: str, gem
         with call(), torch.no_grad():
             first = gemma.generate(RIGHT, attention_mask=padding(5, RIGHT), return_dict_in_generate=True, **GREEDY)
             ids = torch.cat([first.sequences, RIGHT[:, :1]], 1)
-            found.append(SECOND_TURNS[turn](gemma, ids, GREEDY | {GIVEN: first[GIVEN]}).tolist())
+            found.append(SECOND_TURNS[turn](gemma, ids, GREEDY | {CACHE_ARGUMENT: first[CACHE_ARGUMENT]}).tolist())
     assert found[0] == found[1]
 
 
 def test_padding_that_was_not_stored_cannot_be_shown(gemma: Any) -> None:
     with paged_kv.transformers.enabled():
         first = gemma.generate(RIGHT, attention_mask=padding(5, RIGHT), return_dict_in_generate=True, **GREEDY)
-        message = f"attention_mask: sequence 0 begins with 3 hidden tokens, expected at least 5: {GIVEN}"
+        message = f"attention_mask: sequence 0 begins with 3 hidden tokens, expected at least 5: {CACHE_ARGUMENT}"
         with pytest.raises(ContractError, match=message):
             gemma.generate(
-                first.sequences, attention_mask=padding(3, first.sequences), **{GIVEN: first[GIVEN]}, **GREEDY
+                first.sequences,
+                attention_mask=padding(3, first.sequences),
+                **{CACHE_ARGUMENT: first[CACHE_ARGUMENT]},
+                **GREEDY,
             )
 
 
@@ -365,7 +370,7 @@ def test_a_call_goes_on_as_it_began(first: str) -> None:
         "on pages": expected,
         "plain": expected,
     }
-    assert {name: type(result[GIVEN]) for name, result in found.items()} == {
+    assert {name: type(result[CACHE_ARGUMENT]) for name, result in found.items()} == {
         "on pages": PagedCache,
         "plain": DynamicCache,
     }
@@ -406,7 +411,7 @@ def test_a_model_that_is_not_served_says_so_once() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({GIVEN: "DynamicCache"}, f"{GIVEN} is a DynamicCache"),
+        ({CACHE_ARGUMENT: "DynamicCache"}, f"{CACHE_ARGUMENT} is a DynamicCache"),
         ({"cache_implementation": "static"}, "cache_implementation is 'static'"),
         ({"use_cache": False}, "use_cache is False"),
         ({"attention_mask": torch.zeros(1, 17, dtype=torch.long)}, "attention_mask hides all tokens of a sequence"),
@@ -414,8 +419,8 @@ def test_a_model_that_is_not_served_says_so_once() -> None:
     ids=["a cache", "a kind of cache", "no cache", "nothing to see"],
 )
 def test_a_call_that_is_not_served(options: dict[str, Any], reason: str, gemma: Any) -> None:
-    if GIVEN in options:
-        options = {GIVEN: DynamicCache(config=gemma.config)}
+    if CACHE_ARGUMENT in options:
+        options = {CACHE_ARGUMENT: DynamicCache(config=gemma.config)}
     ids = torch.tensor([PROMPTS[2]])
     with paged_kv.transformers.enabled(), pytest.warns(UserWarning, match=reason):
         gemma.generate(ids, max_new_tokens=2, do_sample=False, **options)
@@ -472,7 +477,7 @@ def test_a_call_that_fails_before_its_first_token_is_left_to_transformers() -> N
         return tokens.tolist(), streamed, torch.rand(1).item()
 
     expected = call()
-    for cache in ({}, {GIVEN: PagedCache(model.config)}):
+    for cache in ({}, {CACHE_ARGUMENT: PagedCache(model.config)}):
         served._warned.clear()
         with paged_kv.transformers.enabled(), pytest.warns(UserWarning, match="sequence 0 begins with 0 hidden tokens"):
             assert call(**cache) == expected
@@ -524,7 +529,7 @@ def test_pages_of_codes_take_fewer_bytes() -> None:
     for kv_format, head in stored.items():
         cache = PagedCache(model.config, kv_format)
         with paged_kv.transformers.enabled(kv_format):
-            model.generate(prompt, **{GIVEN: cache}, max_new_tokens=2, do_sample=False)
+            model.generate(prompt, **{CACHE_ARGUMENT: cache}, max_new_tokens=2, do_sample=False)
             with model.continuous_batching_context_manager(continuous_batching_config=batching) as manager:
                 blocks = manager.batch_processor.cache
         pages = cache.layers[0].k_pages
@@ -537,9 +542,9 @@ def test_pages_of_codes_take_fewer_bytes() -> None:
 def test_codes_that_there_are_not_are_refused() -> None:
     generate_of, model = transformers.GenerationMixin.generate, make("Qwen2")
     before, ids = model.config._attn_implementation, torch.tensor([[5, 6, 7]])
-    with pytest.raises(ContractError, match="kv_format must be int8 or int4, not 'int2'"):
+    with pytest.raises(ContractError, match="kv_format: expected None or 'int8' or 'int4', got 'int2'"):
         paged_kv.transformers.enable("int2")  # type: ignore[arg-type]
-    with pytest.raises(ContractError, match="kv_format must be int8 or int4, not 4"):
+    with pytest.raises(ContractError, match=r"kv_format: expected .* got 4"):
         PagedCache(model.config, 4)  # type: ignore[arg-type]
     assert transformers.GenerationMixin.generate is generate_of
     with paged_kv.transformers.enabled("int4"):
@@ -556,7 +561,7 @@ def test_each_call_has_its_own_format() -> None:
     paged_kv.transformers.enable()
     with model.continuous_batching_context_manager(continuous_batching_config=BLOCKS) as manager:
         paged_kv.transformers.enable("int8")
-        assert generate(model, [[5, 6]], return_dict_in_generate=True)[GIVEN].kv_format == "int8"
+        assert generate(model, [[5, 6]], return_dict_in_generate=True)[CACHE_ARGUMENT].kv_format == "int8"
         assert manager.batch_processor.cache.dtype == torch.float32
     assert not linear._running
 
@@ -583,7 +588,7 @@ def test_the_format_is_that_of_the_last_enable() -> None:
     model = make("Llama")
 
     def kv_format() -> Any:
-        return generate(model, [[5, 6]], return_dict_in_generate=True)[GIVEN].kv_format
+        return generate(model, [[5, 6]], return_dict_in_generate=True)[CACHE_ARGUMENT].kv_format
 
     paged_kv.transformers.enable("int8")
     assert kv_format() == "int8"

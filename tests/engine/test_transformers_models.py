@@ -14,7 +14,7 @@ import paged_kv.transformers
 from benchmarks.tiny_decoders import small_model
 from benchmarks.transformers_sweep import outcomes
 from paged_kv.transformers.attention import attention_mask
-from paged_kv.transformers.cache import GIVEN
+from paged_kv.transformers.cache import CACHE_ARGUMENT
 
 OUTCOMES = {
     "gpt_oss": ("served", "served"),
@@ -41,7 +41,7 @@ def _switched_off() -> Iterator[None]:
 @pytest.mark.parametrize("model_type", OUTCOMES)
 def test_a_model_is_served_with_the_same_tokens_or_left_alone(model_type: str) -> None:
     for found, expected in zip(outcomes(small_model(model_type)), OUTCOMES[model_type], strict=True):
-        assert re.match(rf"({GIVEN}: |its code )?({expected})", found), found
+        assert re.match(rf"({CACHE_ARGUMENT}: |its code )?({expected})", found), found
 
 
 def test_code_that_reads_a_mask_gets_its_numbers() -> None:

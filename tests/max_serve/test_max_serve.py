@@ -140,7 +140,7 @@ def test_pages_with_gaps_are_refused():
     names = ("kv_blocks", "cache_lengths", "lookup_table", "max_prompt_length", "max_cache_length", "page_stride")
     pages = KVCacheInputsPerDevice(**{name: Buffer.from_numpy(np.array([640])) for name in names})
     with pytest.raises(ContractError, match="kv_blocks: pages lie 640 elements apart"):
-        object.__new__(model.ServedModel).execute(SimpleNamespace(kv_cache_inputs=pages))
+        object.__new__(model.ServedPipeline).execute(SimpleNamespace(kv_cache_inputs=pages))
 
 
 SHARED = """
@@ -184,7 +184,7 @@ def test_two_gpus_share_the_heads_and_add_up_sums(tmp_path):
 
 
 PRIVATE_NAMES = [each for title in SERVER for each in private_names(title)]
-OURS = [config.ServedConfig, graph.ServedStep, model.ServedModel, tokenizer.ServedTokenizer]
+OURS = [config.ServedConfig, graph.ServedStep, model.ServedPipeline, tokenizer.ServedTokenizer]
 
 
 @pytest.mark.parametrize("each", PRIVATE_NAMES, ids=lambda each: each.name)

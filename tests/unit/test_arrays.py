@@ -276,8 +276,8 @@ PAIR = np.zeros((4, 5, 2, 8), np.float16)
         (one_layer()[..., ::2], "NHD", ContractError, "kv_data: the elements of a head.* stride is 2"),
         (one_layer().swapaxes(-1, -2), "NHD", ContractError, "kv_data: the elements of a head.* stride is 8"),
         (one_layer()[::-1], "NHD", ContractError, "kv_data has a negative stride"),
-        (one_layer(), "DHN", ContractError, "kv_layout must be 'NHD' or 'HND', not 'DHN'"),
-        (one_layer(), None, ContractError, "kv_layout .* not None"),
+        (one_layer(), "DHN", ContractError, "kv_layout: expected 'NHD' or 'HND', got 'DHN'"),
+        (one_layer(), None, ContractError, "kv_layout: expected .* got None"),
         (read_only(), "NHD", ContractError, "kv_data is read-only"),
         (
             torch.zeros(1, 2, 5, 2, 8).expand(4, 2, 5, 2, 8),

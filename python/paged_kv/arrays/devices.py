@@ -36,11 +36,11 @@ def device_of(**arrays: Any) -> ArrayDevice:
         pair = isinstance(array, tuple | list)
         for i, entry in enumerate(array if pair else (array,)):
             called = f"{name}[{i}]" if pair else name
-            found = _gpu_index(entry, called)
-            if first and found != index:
-                raise ContractTypeError(f"{called} is on {_called(found)}, {first} is on {_called(index)}")
+            number = _gpu_index(entry, called)
+            if first and number != index:
+                raise ContractTypeError(f"{called} is on {_called(number)}, {first} is on {_called(index)}")
             if not first:
-                first, index = called, found
+                first, index = called, number
     return HOST if index is None else gpu(index)
 
 
@@ -53,8 +53,8 @@ def device_named(device: Any) -> ArrayDevice:
     """
     if device is None:
         return HOST
-    known = isinstance(device, str) or type(device).__name__ == "device"
-    kind, _, index = str(device).partition(":") if known else ("", "", "")
+    names_device = isinstance(device, str) or type(device).__name__ == "device"
+    kind, _, index = str(device).partition(":") if names_device else ("", "", "")
     if kind == "cpu":
         return HOST
     if kind != "cuda" or not (index or "0").isdecimal() or len(index) > 4:
@@ -113,8 +113,8 @@ def _gpu_index(array: Any, name: str) -> int | None:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         return int(array.device.index or 0) if array.device.type == "cuda" else None
-    found = dlpack_device(array, name)
-    return None if found is None or found[0] not in _GPUS else found[1]
+    device = dlpack_device(array, name)
+    return None if device is None or device[0] not in _GPUS else device[1]
 
 
 def _called(index: int | None) -> str:

@@ -55,21 +55,21 @@ def dtype_of(dtype: Any, name: str, legal: Mapping[str, np.dtype[Any]] = DTYPES)
     Raises:
         ContractTypeError: it is none of `legal`, the supported dtypes.
     """
-    found: np.dtype[Any] | None = None
+    hit: np.dtype[Any] | None = None
     kind = type(dtype)
     if isinstance(dtype, str) or (kind.__module__, kind.__name__) == ("torch", "dtype"):
         short = str(dtype).removeprefix("torch.")
-        found = legal.get(_ALIASES.get(short, short))
+        hit = legal.get(_ALIASES.get(short, short))
     elif (
         isinstance(dtype, type | np.dtype | DType) or kind_of_dtype(dtype) == "jax"
     ):  # NumPy prints others, see `shown`
         try:
-            found = legal.get(dtype.name) if isinstance(dtype, DType) else np.dtype(dtype)
+            hit = legal.get(dtype.name) if isinstance(dtype, DType) else np.dtype(dtype)
         except Exception:  # an object's own `dtype` may raise anything
-            found = None
-    if found is None or found not in legal.values():
+            hit = None
+    if hit is None or hit not in legal.values():
         raise ContractTypeError(f"{name}: {shown(dtype)} is none of {', '.join(legal)}")
-    return found
+    return hit
 
 
 def cache_dtype_of(dtype: Any, name: str) -> np.dtype[Any]:

@@ -107,7 +107,7 @@ class TorchArrays:
     def contiguous(self, view: Tensor) -> Tensor:
         return view.contiguous()
 
-    def apart(self, view: Tensor, others: Sequence[Tensor]) -> Tensor:
+    def separate(self, view: Tensor, others: Sequence[Tensor]) -> Tensor:
         if any(np.may_share_memory(_addresses(view), _addresses(other)) for other in others):
             return self.clone(view)
         return view.contiguous()

@@ -161,7 +161,7 @@ class HostArrays:
         flags = view.flags
         return view if flags.c_contiguous and flags.aligned else view.copy()
 
-    def apart(self, view: np.ndarray, others: Sequence[np.ndarray]) -> np.ndarray:
+    def separate(self, view: np.ndarray, others: Sequence[np.ndarray]) -> np.ndarray:
         if any(np.may_share_memory(view, other) for other in others):
             return view.copy()
         return self.contiguous(view)
@@ -277,10 +277,10 @@ def dlpack_device(array: Any, name: str) -> tuple[int, int] | None:
     if isinstance(array, type):  # it has its arrays' methods
         return None
     try:
-        found = getattr(array, "__dlpack_device__", None)
-        if found is None:
+        method = getattr(array, "__dlpack_device__", None)
+        if method is None:
             return None
-        kind, index = found()
+        kind, index = method()
         return int(kind), int(index)
     except Exception as error:  # other people's code, which may raise anything
         raise ContractTypeError(f"{name} ({_kind(array)}): its __dlpack_device__ fails: {reason(error)}") from error

@@ -38,10 +38,10 @@ def check_written(device: ArrayDevice, written: Sequence[Named], read: Iterable[
     others = [*written, *read]
     for i, (name, view) in enumerate(written, 1):
         check_no_overlap_in(device, name, view)
-        check_apart(device, name, view, others[i:])
+        check_disjoint(device, name, view, others[i:])
 
 
-def check_apart(device: ArrayDevice, name: str, view: Any, others: Iterable[Named]) -> None:
+def check_disjoint(device: ArrayDevice, name: str, view: Any, others: Iterable[Named]) -> None:
     """Refuses a view that is written and shares memory with one of `others`.
 
     Raises:

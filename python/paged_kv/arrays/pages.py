@@ -9,10 +9,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from paged_kv.arguments import shown
+from paged_kv.arguments import one_of
 from paged_kv.arrays.dtypes import RAW
 from paged_kv.arrays.host import HOST
-from paged_kv.arrays.overlap import Named, check_apart, check_no_overlap_in
+from paged_kv.arrays.overlap import Named, check_disjoint, check_no_overlap_in
 from paged_kv.arrays.types import ArrayDevice, Operand
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 
@@ -75,7 +75,7 @@ class Pages:
                 check_storage(device, view, of, 4, writable=writable)
             check_alike(v, k, names[1], f"{names[0]}'s", same_width)
             if writable:
-                check_apart(device, names[1], v, [(names[0], k)])
+                check_disjoint(device, names[1], v, [(names[0], k)])
         else:
             both = device.view(paged_kv_cache, name)
             if one_slot and both.ndim == 4:
@@ -135,8 +135,7 @@ def check_layout(kv_layout: str) -> None:
     Raises:
         ContractError: it is neither "NHD" nor "HND".
     """
-    if not isinstance(kv_layout, str) or kv_layout not in ("NHD", "HND"):
-        raise ContractError(f"kv_layout must be 'NHD' or 'HND', not {shown(kv_layout)}")
+    one_of("kv_layout", kv_layout, ("NHD", "HND"))
 
 
 def token_views(
@@ -172,8 +171,8 @@ def check_alike(view: Any, other: Any, name: str, others: str, same_width: bool 
     "`others` float32".
     """
     if view.dtype != other.dtype:
-        found, expected = (str(dtype).removeprefix("torch.") for dtype in (view.dtype, other.dtype))
-        raise ContractTypeError(f"{name}: dtype {found} differs from {others} {expected}")
+        got, expected = (str(dtype).removeprefix("torch.") for dtype in (view.dtype, other.dtype))
+        raise ContractTypeError(f"{name}: dtype {got} differs from {others} {expected}")
     if view.shape != other.shape and (same_width or view.shape[:-1] != other.shape[:-1]):
         raise ShapeError(f"{name}: shape {list(view.shape)} differs from {others} {list(other.shape)}")
 

@@ -104,7 +104,7 @@ class ArrayDevice(Protocol):
     def contiguous(self, view: Any) -> Any:
         """The view, or a copy in C order."""
 
-    def apart(self, view: Any, others: Sequence[Any]) -> Any:
+    def separate(self, view: Any, others: Sequence[Any]) -> Any:
         """`contiguous`, and a copy where its memory may be that of `others`, which are about to be written."""
 
     def clone(self, view: Any) -> Any:

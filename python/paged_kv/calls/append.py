@@ -16,11 +16,11 @@ from paged_kv.arrays import devices
 from paged_kv.arrays.autograd_writes import mark_written, refuse_gradients
 from paged_kv.arrays.dtypes import DTYPES
 from paged_kv.arrays.host import HOST
-from paged_kv.arrays.overlap import check_apart
+from paged_kv.arrays.overlap import check_disjoint
 from paged_kv.arrays.pages import Pages, check_storage
 from paged_kv.arrays.types import ArrayDevice, Shape, namespace
 from paged_kv.calls.kv_copy import Slots, prepare, write_rows
-from paged_kv.calls.remembered_plan import Kept
+from paged_kv.calls.remembered_plan import RememberedPlan
 from paged_kv.calls.table import KV_NAMES, Table
 from paged_kv.errors import ContractTypeError, ShapeError
 from paged_kv.kv_formats import FORMATS
@@ -67,11 +67,11 @@ class WritableCache:
         for view, name in ((ckv, "ckv_cache"), (kpe, "kpe_cache")):
             check_storage(device, view, name, 3, writable=True)
         if kpe.shape[:2] != ckv.shape[:2]:
-            found, expected = tuple(kpe.shape[:2]), tuple(ckv.shape[:2])
-            raise ShapeError(f"kpe_cache: [pages, page_size] is {found}, ckv_cache's is {expected}")
+            got, expected = tuple(kpe.shape[:2]), tuple(ckv.shape[:2])
+            raise ShapeError(f"kpe_cache: [pages, page_size] is {got}, ckv_cache's is {expected}")
         if kpe.dtype != ckv.dtype:
             raise ContractTypeError(f"kpe_cache: dtype {kpe.dtype} differs from ckv_cache's {ckv.dtype}")
-        check_apart(device, "kpe_cache", kpe, [("ckv_cache", ckv)])
+        check_disjoint(device, "kpe_cache", kpe, [("ckv_cache", ckv)])
         pages = Pages(ckv[:, :, None], kpe[:, :, None], device, "ckv_cache")
         return WritableCache(pages, (ckv_cache, kpe_cache))
 
@@ -108,8 +108,8 @@ class WritableCache:
             elif rows.dtype != view.dtype:
                 raise ContractTypeError(f"{name}: dtype {rows.dtype}, the cache's is {view.dtype}")
             if rows.ndim != num_axes or rows.shape[1:] != row_shape:
-                wanted = ", ".join(map(str, ("N", *row_shape)))
-                raise ShapeError(f"{name} must be [{wanted}] for this cache, its shape is {tuple(rows.shape)}")
+                expected = ", ".join(map(str, ("N", *row_shape)))
+                raise ShapeError(f"{name} must be [{expected}] for this cache, its shape is {tuple(rows.shape)}")
             checked.append(rows if num_axes == 3 else rows[:, None])
         if len(checked[1]) != len(checked[0]):
             raise ShapeError(f"{names[1]} has {len(checked[1])} rows, {names[0]} has {len(checked[0])}")
@@ -161,7 +161,7 @@ def _slots_on(
     return Slots(*table.slots(batch, at, num_pages))
 
 
-_slots = Kept(partial(_slots_on, HOST))
+_slots = RememberedPlan(partial(_slots_on, HOST))
 """A model appends to each of its layers with the same indices."""
 
 

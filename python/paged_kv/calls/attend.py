@@ -221,35 +221,35 @@ class Attention:
                 window,
                 numbers,
             )
-        found = device.take(o)
+        result = device.take(o)
         if self._narrowed is not None:
-            found = device.astype(found, self._narrowed)
-        return found, device.take(lse)
+            result = device.astype(result, self._narrowed)
+        return result, device.take(lse)
 
     def _constants_on(self, device: ArrayDevice) -> tuple[Operand, Operand, Operand]:
         """ALiBi's slopes, the empty sinks, and an array as long as a head of V, copied to a device once."""
-        found = self._constants.get(device)
-        if found is None:
+        constants = self._constants.get(device)
+        if constants is None:
             slopes, no_sinks = device.upload(self._slopes), device.upload(self._no_sinks)
-            found = self._constants[device] = slopes, no_sinks, device.upload(self._head_of_v)
-        return found
+            constants = self._constants[device] = slopes, no_sinks, device.upload(self._head_of_v)
+        return constants
 
     def _storage_of(self, pages: Pages) -> Storage:
         """`Pages.operands`, kept for the next run over the same memory (and so keeping it alive until then)."""
         if not self._keeps_storage:
             return pages.operands()
         key = pages.layout()
-        kept, storage = self._last_storage
-        if storage is None or key != kept:
+        last_key, storage = self._last_storage
+        if storage is None or key != last_key:
             storage = pages.operands()
             self._last_storage = key, storage
         return storage
 
     def _numbers_of(self, scales: Scales) -> np.ndarray:
         """`_pack`, kept for the next run with the same scales."""
-        kept, numbers = self._last_numbers
+        last_scales, numbers = self._last_numbers
         # Other types than these may compare as arrays do, or equal while they are refused (True).
-        if not all(type(scale) in _NUMBERS for scale in scales) or scales != kept:
+        if not all(type(scale) in _NUMBERS for scale in scales) or scales != last_scales:
             numbers = self._pack(scales)
             self._last_numbers = scales, numbers
         return numbers
@@ -258,8 +258,8 @@ class Attention:
         """The op's operand for the planned window, or for another one, which is kept for the next run."""
         if window_left is None:
             return self._window
-        kept, operand = self._last_window
-        if type(window_left) is not int or window_left != kept:
+        last_left, operand = self._last_window
+        if type(window_left) is not int or window_left != last_left:
             operand = _int32(replace(self.plan.options, window_left=window_left).window_left)  # which checks it
             self._last_window = window_left, operand
         return operand

@@ -92,16 +92,16 @@ class FixedBuffers(Generic[PlannedT, RequestsT]):
 
     def __init__(self, groups: Sequence[Sequence[Buffer]], arrays: Sequence[Any], lives: str) -> None:
         self._buffers = [buffer for group in groups for buffer in group]
-        given = dict(zip((buffer.name for buffer in self._buffers), arrays, strict=True))
+        by_name = dict(zip((buffer.name for buffer in self._buffers), arrays, strict=True))
         for buffer in self._buffers:
-            if given[buffer.name] is None and not buffer.optional:
+            if by_name[buffer.name] is None and not buffer.optional:
                 raise ContractError(f"{buffer.name} is needed where {lives} in buffers (use_cuda_graph=True)")
-        self._given = given
-        self._device = device_of(**given)
+        self._arrays = by_name
+        self._device = device_of(**by_name)
         self._views = {
-            buffer.name: _view(self._device, given[buffer.name], buffer)
+            buffer.name: _view(self._device, by_name[buffer.name], buffer)
             for buffer in self._buffers
-            if given[buffer.name] is not None
+            if by_name[buffer.name] is not None
         }
         for group in groups:
             self.batch_size = self._check_lengths(group)
@@ -127,9 +127,9 @@ class FixedBuffers(Generic[PlannedT, RequestsT]):
         targets = {name: self._views[name][: len(source)] for name, source in sources.items()}
         readable = self._device.readable
         if readable:  # before anything is written: one array of the user's may be another's source
-            sources = {name: self._device.apart(source, list(targets.values())) for name, source in sources.items()}
+            sources = {name: self._device.separate(source, list(targets.values())) for name, source in sources.items()}
         requests = None if readable else planned.requests()
-        mark_written(self._given[name] for name in sources)
+        mark_written(self._arrays[name] for name in sources)
         for name, source in sources.items():
             self._device.write(targets[name], source)
         self._fixed = planned.fixed() if self._fixed is None else self._fixed

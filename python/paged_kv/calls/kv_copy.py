@@ -74,7 +74,7 @@ def write_rows(pages: Pages, k_rows: Any, v_rows: Any, slots: Slots) -> None:
     if not len(slots.pages) or not math.prod(k_rows.shape) + math.prod(v_rows.shape):
         return
     device = pages.device
-    k_rows, v_rows = (device.apart(rows, (pages.k, pages.v)) for rows in (k_rows, v_rows))
+    k_rows, v_rows = (device.separate(rows, (pages.k, pages.v)) for rows in (k_rows, v_rows))
     variant = _variant("append", device.dtype(k_rows), pages.dtype)
     if k_rows.dtype == pages.k.dtype:
         k_rows, v_rows, pages = _bits(k_rows), _bits(v_rows), _as_bits(pages)
@@ -102,7 +102,7 @@ def read_rows(pages: Pages, table: Table, kv_format: KVFormat | None = None) -> 
     Raises:
         ShapeError: no head of such codes is stored in so many bytes.
     """
-    device, kept, stored = pages.device, pages.k.dtype, pages.dtype
+    device, array_dtype, stored = pages.device, pages.k.dtype, pages.dtype
     dtype = stored if kv_format is None else DTYPES["float32"]
     head_dim = stored_elements(kv_format or "", pages.k.shape[3])
     indptr = offsets_of(table.lengths).astype(np.int32)
@@ -115,9 +115,9 @@ def read_rows(pages: Pages, table: Table, kv_format: KVFormat | None = None) -> 
         shape = (*shape[:2], pages.k.shape[3])
     with device.ordered():
         operands = [device.buffer(indptr), device.buffer(device.full(shape, 0, np.int8))]
-        found = _execute(pages, variant, operands, device.buffer(table.lookup_table))
-    k, v = map(device.take, found)
-    return (k.view(kept), v.view(kept)) if kv_format is None else (k, v)
+        results = _execute(pages, variant, operands, device.buffer(table.lookup_table))
+    k, v = map(device.take, results)
+    return (k.view(array_dtype), v.view(array_dtype)) if kv_format is None else (k, v)
 
 
 def prepare(device: ArrayDevice, rows: np.dtype[Any], cache: np.dtype[Any]) -> None:

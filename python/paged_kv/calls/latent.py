@@ -45,11 +45,11 @@ class LatentBatch(RaggedBatch):
         Raises:
             ContractTypeError, ShapeError, PageTableError, ContractError: as `Table.of_lengths` and `RaggedBatch`.
         """
-        found = []
+        views = []
         for name, array in zip(NAMES, arrays, strict=True):
             devices.require_host(array, name, WHY_HOST)
-            found.append(as_indices(array, name))
-        qo_indptr, indptr, indices, lengths = found
+            views.append(as_indices(array, name))
+        qo_indptr, indptr, indices, lengths = views
         # Only so many offsets count as there are requests.
         table = Table.of_lengths(indptr[: len(lengths) + 1], indices, lengths, page_size)
         return LatentBatch(qo_indptr, table, None, causal)
@@ -189,9 +189,9 @@ class LatentAttention:
                 memory where it is written; a scale is out of range.
             PageTableError: a page of `rows` is not one of the cache's.
         """
-        plan, given = self.plan, vars(arrays)
-        device = devices.device_of(**given, out=results.out, lse=results.lse)
-        q_nope, q_pe, ckv, kpe = (device.view(given[name], name) for name in _INPUTS)
+        plan, inputs = self.plan, vars(arrays)
+        device = devices.device_of(**inputs, out=results.out, lse=results.lse)
+        q_nope, q_pe, ckv, kpe = (device.view(inputs[name], name) for name in _INPUTS)
         shape = (rows.count, plan.num_heads)
         check_array(device, "q_nope", q_nope, (*shape, plan.head_dim_ckv), plan.q_dtype, rows.counted_as)
         check_array(device, "q_pe", q_pe, (*shape, plan.head_dim_kpe), plan.q_dtype, rows.counted_as)
@@ -240,9 +240,9 @@ class LatentAttention:
         plan = self.plan
         for name, view, width in (("ckv_cache", ckv, plan.head_dim_ckv), ("kpe_cache", kpe, plan.head_dim_kpe)):
             check_storage(device, view, name, 3)
-            for what, found, planned in (("page_size", view.shape[1], plan.page_size), ("width", view.shape[2], width)):
-                if found != planned:
-                    raise ShapeError(f"{name}: its {what} is {found}, planned {planned}")
+            for what, size, planned in (("page_size", view.shape[1], plan.page_size), ("width", view.shape[2], width)):
+                if size != planned:
+                    raise ShapeError(f"{name}: its {what} is {size}, planned {planned}")
             dtype = device.dtype(view)
             if dtype != plan.kv_dtype:
                 raise ContractTypeError(f"{name}: dtype {dtype.name}, planned {plan.kv_dtype.name} (kv_data_type)")

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from paged_kv.arguments import shown
+from paged_kv.arguments import one_of
 from paged_kv.arrays import devices
 from paged_kv.arrays.host import HOST, as_indices
 from paged_kv.calls.offsets import Indices, check_offsets, offsets_of
@@ -79,15 +79,15 @@ def packed_mask(custom_mask: Any, packed_custom_mask: Any, q_lens: Indices, kv_l
     indptr = offsets_of(lengths)
     if packed_custom_mask is not None:
         devices.require_host(packed_custom_mask, "packed_custom_mask", _WHY_HOST)
-        given = HOST.view(packed_custom_mask, "packed_custom_mask")
-        if given.dtype != np.uint8:
-            raise ContractTypeError(f"packed_custom_mask: dtype {given.dtype}, expected uint8")
-        if given.shape != (indptr[-1],):
+        packed = HOST.view(packed_custom_mask, "packed_custom_mask")
+        if packed.dtype != np.uint8:
+            raise ContractTypeError(f"packed_custom_mask: dtype {packed.dtype}, expected uint8")
+        if packed.shape != (indptr[-1],):
             raise ShapeError(
-                f"packed_custom_mask: shape {list(given.shape)}, expected [{indptr[-1]}]: the bytes of each request's"
+                f"packed_custom_mask: shape {list(packed.shape)}, expected [{indptr[-1]}]: the bytes of each request's"
                 " q_len * kv_len bits, as segment_packbits(..., bitorder='little') makes them"
             )
-        return PackedMask(given.copy(), indptr)
+        return PackedMask(packed.copy(), indptr)
     if custom_mask is None:
         return None
     dense = bits_of(custom_mask, "custom_mask", only_bool=True)
@@ -122,8 +122,7 @@ def checked_bits(x: Any, bitorder: Any) -> tuple[npt.NDArray[np.bool_], BitOrder
         ShapeError: it has not one dimension.
         ContractError: bitorder is neither "big" nor "little".
     """
-    if not isinstance(bitorder, str) or bitorder not in ("big", "little"):
-        raise ContractError(f"bitorder must be 'big' or 'little', not {shown(bitorder)}")
+    one_of("bitorder", bitorder, ("big", "little"))
     bits = bits_of(x, "x", only_bool=False)
     if bits.ndim != 1:
         raise ShapeError(f"x: shape {list(bits.shape)}, expected one dimension")

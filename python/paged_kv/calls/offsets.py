@@ -31,8 +31,8 @@ def check_offsets(offsets: Indices, name: str, batch_size: int | None = None) ->
         ShapeError, PageTableError: as said; the message calls them `name`.
     """
     if not len(offsets) or (batch_size is not None and len(offsets) != batch_size + 1):
-        wanted = "B + 1" if batch_size is None else f"B + 1 = {batch_size + 1}"
-        raise ShapeError(f"{name} must have {wanted} entries, it has {len(offsets)}")
+        expected = "B + 1" if batch_size is None else f"B + 1 = {batch_size + 1}"
+        raise ShapeError(f"{name} must have {expected} entries, it has {len(offsets)}")
     if offsets[0] != 0:
         raise PageTableError(f"{name}[0] must be 0, not {offsets[0]}")
     decreases = offsets[1:] < offsets[:-1]  # a difference could overflow
@@ -65,10 +65,10 @@ def last_tokens(offsets: Any, lengths: Any, num_rows: int) -> tuple[Any, Any]:
     if not len(lengths):
         return xp.full_like(rows, -1), xp.zeros_like(rows)
     request = xp.searchsorted(offsets[1:], rows, side="right")
-    known_request = request.clip(max=len(lengths) - 1)
-    position = rows - offsets[known_request + 1] + lengths[known_request]
-    known = (request < len(lengths)) & (rows >= offsets[0]) & (position >= 0)
-    return xp.where(known, request, -1), xp.where(known, position, 0)
+    clipped = request.clip(max=len(lengths) - 1)
+    position = rows - offsets[clipped + 1] + lengths[clipped]
+    has_token = (request < len(lengths)) & (rows >= offsets[0]) & (position >= 0)
+    return xp.where(has_token, request, -1), xp.where(has_token, position, 0)
 
 
 def checked_last_tokens(

@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from paged_kv.arguments import LARGEST_INDEX, integer, shown
+from paged_kv.arguments import LARGEST_INDEX, integer, one_of
 from paged_kv.arrays.dtypes import DTYPES, cache_dtype_of, dtype_of, max_dtype
 from paged_kv.arrays.pages import Pages
 from paged_kv.arrays.types import ArrayDevice, DTypeLike
@@ -97,10 +97,7 @@ class AttentionPlan:
         check_dtype("o_data_type:", self.result_dtype, KV_DTYPES)
         if not self.has_codes:
             check_pair(self.dtype_names[1], self.q_dtype, self.kv_dtype)
-        if not isinstance(self.pos_encoding_mode, str) or self.pos_encoding_mode not in POS_ENCODING_MODES:
-            raise ContractError(
-                f"pos_encoding_mode must be one of {', '.join(POS_ENCODING_MODES)}, not {shown(self.pos_encoding_mode)}"
-            )
+        one_of("pos_encoding_mode", self.pos_encoding_mode, POS_ENCODING_MODES)
         if self.has_codes:
             what = f"{self.dtype_names[1]}: a cache of {self.kv_dtype.name} codes"
             if self.pos_encoding_mode == "ROPE_LLAMA":
@@ -166,12 +163,12 @@ class AttentionPlan:
         for name, view, head_dim in (("k", pages.k, self.head_dim), ("v", pages.v, self.value_dim)):
             page = (page_size, self.num_kv_heads, stored_head(self.kv_dtype.name, head_dim))
             if tuple(view.shape[1:]) != page:
-                for what, found, planned in zip(_PAGE, view.shape[1:], page, strict=True):
-                    if found != planned:
+                for what, size, planned in zip(_PAGE, view.shape[1:], page, strict=True):
+                    if size != planned:
                         if self.has_codes and what == "head_dim":
                             codes = f"{planned} ({self.kv_dtype.name} codes of head_dim {head_dim} and a scale)"
-                            raise ShapeError(f"{pages.name}: heads of {name} have {found} bytes, planned {codes}")
-                        raise ShapeError(f"{pages.name}: {what} of {name} is {found}, planned {planned}")
+                            raise ShapeError(f"{pages.name}: heads of {name} have {size} bytes, planned {codes}")
+                        raise ShapeError(f"{pages.name}: {what} of {name} is {size}, planned {planned}")
             dtype = pages.device.dtype(view)
             if dtype != self.array_dtype:
                 raise ContractTypeError(
@@ -217,9 +214,9 @@ def check_array(
     Raises:
         ContractTypeError, ShapeError: as said; the message calls it `name`.
     """
-    found = device.dtype(view)
-    if found != dtype:
-        raise ContractTypeError(f"{name}: dtype {found.name}, planned {dtype.name}")
+    array_dtype = device.dtype(view)
+    if array_dtype != dtype:
+        raise ContractTypeError(f"{name}: dtype {array_dtype.name}, planned {dtype.name}")
     if tuple(view.shape) != tuple(shape):
         letters = (rows, "num_qo_heads", "head_dim")[: len(shape)]
         raise ShapeError(f"{name}: shape {list(view.shape)}, planned [{', '.join(letters)}] = {list(shape)}")

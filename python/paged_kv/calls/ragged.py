@@ -138,10 +138,10 @@ def check_equals(name: str, array: Any, expected: np.ndarray, what: str) -> None
     if array is None:
         return
     devices.require_host(array, name, WHY_HOST)
-    found = as_indices(as_numpy(array, name).reshape(-1), name)
-    if len(found) != len(expected):
-        raise ShapeError(f"{name} has {len(found)} entries, expected {len(expected)}")
-    differs = found != expected
+    values = as_indices(as_numpy(array, name).reshape(-1), name)
+    if len(values) != len(expected):
+        raise ShapeError(f"{name} has {len(values)} entries, expected {len(expected)}")
+    differs = values != expected
     if differs.any():
         b = int(differs.argmax())
-        raise PageTableError(f"{name}[{b}] is {found[b]}, {what} says {expected[b]}")
+        raise PageTableError(f"{name}[{b}] is {values[b]}, {what} says {expected[b]}")

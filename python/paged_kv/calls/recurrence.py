@@ -154,8 +154,8 @@ def checked(name: str, array: Any, shape: Sequence[int | None], legal: Sequence[
     view = HOST.view(array, name)
     check_dtype(f"{name}: dtype", HOST.dtype(view), legal)
     if view.ndim != len(shape) or any(size not in (None, got) for size, got in zip(shape, view.shape, strict=True)):
-        wanted = ["any" if size is None else size for size in shape]
-        raise ShapeError(f"{name}: shape {list(view.shape)}, expected {wanted}")
+        expected = ["any" if size is None else size for size in shape]
+        raise ShapeError(f"{name}: shape {list(view.shape)}, expected {expected}")
     return view
 
 

@@ -12,11 +12,10 @@ _MOST_ENTRIES = 1 << 16
 Made = TypeVar("Made")
 
 
-class Kept(Generic[Made]):
-    """The result made of a call's indices, checked, for the next call: nothing of it is the caller's memory.
+class RememberedPlan(Generic[Made]):
+    """The result of the last call's indices, for the next call with equal ones, as the layers of a model make them.
 
-    The layers of a model are called with the same indices: what the last call made is kept, with a copy of what it was
-    made of.
+    A copy of the indices is kept to compare with; nothing of the result is the caller's memory.
     """
 
     def __init__(self, make: Callable[..., Made]) -> None:
@@ -24,13 +23,13 @@ class Kept(Generic[Made]):
         self._last: tuple[Any, Made | None] = (), None  # read and replaced as one value, by any number of threads
 
     def of(self, sizes: tuple[int | None, ...], **indices: Any) -> Made:
-        """`make(*sizes, **indices)`, kept; the last of `indices` may be None."""
+        """`make(*sizes, **indices)`, remembered; the last of `indices` may be None."""
         arrays = [as_numpy(array, name) for name, array in indices.items() if array is not None]
         if sum(array.size for array in arrays) > _MOST_ENTRIES:
             return self._make(*sizes, **indices)
         key = (sizes, *((array.shape, array.dtype, array.tobytes()) for array in arrays))
-        kept, made = self._last
-        if made is None or key != kept:
+        last_key, made = self._last
+        if made is None or key != last_key:
             made = self._make(*sizes, **indices)
             self._last = key, made
         return made

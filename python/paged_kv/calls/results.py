@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from paged_kv.arguments import flag, shown
+from paged_kv.arguments import flag, one_of
 from paged_kv.arrays.autograd_writes import mark_written, refuse_gradients
 from paged_kv.arrays.overlap import Named, check_written
 from paged_kv.arrays.types import ArrayDevice
@@ -47,8 +47,8 @@ class Results:
 
     def __post_init__(self) -> None:
         self.return_lse = flag("return_lse", self.return_lse)
-        _check_one_of("lse_base", self.lse_base, LSE_BASES)
-        _check_one_of("lse_layout", self.lse_layout, LSE_LAYOUTS)
+        one_of("lse_base", self.lse_base, LSE_BASES)
+        one_of("lse_layout", self.lse_layout, LSE_LAYOUTS)
 
     @property
     def are_written(self) -> bool:
@@ -103,8 +103,3 @@ class Results:
         if not self.return_lse:
             return o
         return o, device.like(q, sums) if self.lse is None else self.lse
-
-
-def _check_one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
-    if not isinstance(value, str) or value not in known:
-        raise ContractError(f"{name} must be one of {', '.join(known)}, not {shown(value)}")

@@ -80,16 +80,16 @@ class Rows:
         """
         if number == 1:
             return self
-        found = self._repeated.get(number)
-        if found is None:
+        rows = self._repeated.get(number)
+        if rows is None:
             if number * self.count > MAX_ROWS:
                 raise ShapeError(f"q_len_per_req: {number} rows of each of {self.count} requests are over 2^25 rows")
             check_new_tokens(self.lengths, number)
             lengths = np.maximum(self.lengths[:, None] + np.arange(1 - number, 1, dtype=np.int32), 0).reshape(-1)
-            found = self._repeated[number] = Rows(
+            rows = self._repeated[number] = Rows(
                 self.table, self.batch.repeat(number), lengths, counted_as="B * q_len_per_req"
             )
-        return found
+        return rows
 
     @property
     def count(self) -> int:
@@ -129,25 +129,25 @@ class Rows:
 
     def operands_on(self, device: ArrayDevice) -> tuple[Operand, Operand, Operand]:
         """row_batch, row_lengths and lookup_table in a device's memory: copied there once, which waits for nothing."""
-        found = self._uploaded.get((device, False))
-        if found is None:
-            found = self._upload(device, False, self.batch, self.lengths, self.table.lookup_table)
-        row_batch, row_lengths, lookup_table = found
+        operands = self._uploaded.get((device, False))
+        if operands is None:
+            operands = self._upload(device, False, self.batch, self.lengths, self.table.lookup_table)
+        row_batch, row_lengths, lookup_table = operands
         return row_batch, row_lengths, lookup_table
 
     def masked_operands_on(self, device: ArrayDevice) -> tuple[Operand, ...]:
         """row_positions, token_offsets, mask, mask_starts and mask_firsts there; what is None has no entries."""
-        found = self._uploaded.get((device, True))
-        if found is None:
+        operands = self._uploaded.get((device, True))
+        if operands is None:
             masks = self.masks or _NO_MASKS
             positions = _NO_INT32 if self.positions is None else self.positions
             offsets = _NO_INT32 if self.token_offsets is None else self.token_offsets
-            found = self._upload(device, True, positions, offsets, masks.bits, masks.starts, masks.firsts)
-        return found
+            operands = self._upload(device, True, positions, offsets, masks.bits, masks.starts, masks.firsts)
+        return operands
 
     def _upload(self, device: ArrayDevice, masked: bool, *arrays: np.ndarray) -> tuple[Operand, ...]:
-        found = self._uploaded[device, masked] = tuple(device.upload(array) for array in arrays)
-        return found
+        operands = self._uploaded[device, masked] = tuple(device.upload(array) for array in arrays)
+        return operands
 
 
 @dataclass(frozen=True, eq=False)

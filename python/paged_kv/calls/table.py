@@ -107,7 +107,7 @@ class Table:
             names,
             offsets[:-1],
             (offsets, used, last),
-            lambda given, names: Table.csr(given[0], given[1], given[2], size, names),
+            lambda arrays, names: Table.csr(arrays[0], arrays[1], arrays[2], size, names),
         )
 
     @staticmethod
@@ -164,7 +164,7 @@ class Table:
             names,
             starts,
             arrays,
-            lambda given, names: Table.of_lengths(given[0], given[1], given[2], size, names),
+            lambda others, names: Table.of_lengths(others[0], others[1], others[2], size, names),
         )
 
     @staticmethod
@@ -349,11 +349,11 @@ class Table:
                     f"block_tables: {entries.shape[1]} entries a request, request {b} has {counts[b]} pages"
                 )
             request, slot = np.nonzero(np.arange(entries.shape[1]) < counts[:, None])
-            found, used = entries[request, slot], self.used
-            differs = found != used
+            padded, used = entries[request, slot], self.used
+            differs = padded != used
             if differs.any():
                 i = int(differs.argmax())
-                where = f"request {request[i]}, slot {slot[i]} holds page id {found[i]}"
+                where = f"request {request[i]}, slot {slot[i]} holds page id {padded[i]}"
                 raise PageTableError(f"block_tables: {where}, indices has {used[i]}")
 
     def slots(self, batch_indices: Any, positions: Any, num_pages: int | None = None) -> tuple[Any, Any]:
@@ -401,12 +401,12 @@ class Table:
         if not len(starts) or not len(entries):
             return xp.full_like(positions, -1), xp.zeros_like(positions)
         # Products with a mask cost less than `where` with a scalar.
-        known = (batch >= 0) & (batch < len(starts))
-        request = batch * known
+        has_slot = (batch >= 0) & (batch < len(starts))
+        request = batch * has_slot
         column = positions // self.page_size
-        known &= (column >= 0) & (column < self.num_pages[request])
-        page = entries[(starts[request] + column) * known]
-        return xp.where(known, page, -1), (positions - column * self.page_size) * known
+        has_slot &= (column >= 0) & (column < self.num_pages[request])
+        page = entries[(starts[request] + column) * has_slot]
+        return xp.where(has_slot, page, -1), (positions - column * self.page_size) * has_slot
 
     def _refuse_rows(self, batch_indices: Indices, positions: Indices) -> None:
         """Raises the error of the first row that has no slot."""
@@ -416,10 +416,10 @@ class Table:
             raise PageTableError(
                 f"batch_indices: row {row} names request {batch_indices[row]}, the page table has {self.batch_size}"
             )
-        kept = np.flatnonzero(batch_indices >= 0)
-        num_pages, column = self.num_pages[batch_indices[kept]], positions[kept] // np.int32(self.page_size)
+        busy = np.flatnonzero(batch_indices >= 0)
+        num_pages, column = self.num_pages[batch_indices[busy]], positions[busy] // np.int32(self.page_size)
         i = int(((column < 0) | (column >= num_pages)).argmax())
-        row = kept[i]
+        row = busy[i]
         raise PageTableError(
             f"positions: row {row} (request {batch_indices[row]}) has position {positions[row]},"
             f" outside the request's {num_pages[i]} pages of {self.page_size}"
@@ -470,9 +470,9 @@ class DeviceTable(Table):
         table, or whose page is not one of the cache's `num_pages`.
         """
         pages, slots = self._places(batch_indices, positions)
-        known = (pages >= 0) & (pages < num_pages)
+        is_valid = (pages >= 0) & (pages < num_pages)
         xp = namespace(positions)
-        return xp.where(known, pages, -1).int(), xp.where(known, slots, 0).int()
+        return xp.where(is_valid, pages, -1).int(), xp.where(is_valid, slots, 0).int()
 
     def last_tokens(self, offsets: Any, num_rows: int, names: tuple[str, str]) -> tuple[Any, Any]:
         """As `Table.last_tokens`; a row that it refuses has request -1.

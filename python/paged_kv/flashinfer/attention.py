@@ -131,8 +131,8 @@ class BatchAttention(PrefillWrapper):
         if options.logits_soft_cap and options != planned:
             attention = Attention(replace(attention.plan, options=options))
         rows, scales, results = requests.rows, (None, k_scale, v_scale), Results(True, out, lse)
-        found: tuple[ArrayT, ArrayT] = attention.over_pages(rows, q, kv_cache, self._kv_layout, scales, results)
-        return found
+        o_and_lse: tuple[ArrayT, ArrayT] = attention.over_pages(rows, q, kv_cache, self._kv_layout, scales, results)
+        return o_and_lse
 
 
 class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):

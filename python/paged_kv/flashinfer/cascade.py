@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from paged_kv.arguments import LARGEST_INDEX, flag, integer
+from paged_kv.arguments import LARGEST_INDEX, flag, integer, one_of
 from paged_kv.arrays import devices
 from paged_kv.arrays.autograd_writes import mark_written, refuse_gradients
 from paged_kv.arrays.dtypes import dtype_of
@@ -58,7 +58,6 @@ _EXTRA = (1, 1, None, 0)  # `Buffer.extra` of each
 _UNIQUE_NAMES = ("unique_kv_indptr", "unique_kv_indices", "unique_kv_last_page_len")
 _PAGED_NAMES = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
 _HEADS = ("num_kv_heads", "head_dim")
-_VARIANTS = ("independent", "equal")
 
 
 class MultiLevelCascadeAttentionWrapper(PlannedWrapper[LevelAttention, Levels, LevelRows]):
@@ -252,7 +251,7 @@ class _SharedPrefix:
     def end_forward(self) -> None:
         """Accepted, without effect, as in FlashInfer."""
 
-    def _attend(self, call: _Call, rows: LevelRows, q: Any, k_shared: Any, v_shared: Any, cache: Any) -> Any:
+    def _attend(self, call: _PrefixAttention, rows: LevelRows, q: Any, k_shared: Any, v_shared: Any, cache: Any) -> Any:
         """The prefix and the requests' own tokens, merged, in the kind of q."""
         device = devices.device_of(q=q, k_shared=k_shared, v_shared=v_shared, unique_kv_cache=cache)
         queries = device.view(q, "q")
@@ -266,7 +265,7 @@ class _SharedPrefix:
         return device.like(q, o)
 
 
-class _Call:
+class _PrefixAttention:
     """A plan's two attentions: over the prefix, and over the requests' own pages."""
 
     def __init__(self, plan: AttentionPlan) -> None:
@@ -278,9 +277,9 @@ class _Call:
         plan = self.plan
         if prefix.dtype != plan.kv_dtype:
             raise ContractTypeError(f"k_shared: dtype {prefix.dtype.name}, planned {plan.kv_dtype.name}")
-        for what, found, planned in zip(_HEADS, prefix.k.shape[2:], (plan.num_kv_heads, plan.head_dim), strict=True):
-            if found != planned:
-                raise ShapeError(f"k_shared: {what} is {found}, planned {planned}")
+        for what, size, planned in zip(_HEADS, prefix.k.shape[2:], (plan.num_kv_heads, plan.head_dim), strict=True):
+            if size != planned:
+                raise ShapeError(f"k_shared: {what} is {size}, planned {planned}")
 
 
 def _of_prefix(length: int, own: LevelRows) -> LevelRows:
@@ -307,7 +306,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
         ContractError: the layout is unknown.
     """
 
-    _planned: tuple[_Call, LevelRows] | None = None
+    _planned: tuple[_PrefixAttention, LevelRows] | None = None
 
     def begin_forward(
         self,
@@ -348,7 +347,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
         )
         arrays = (unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len)
         level = Level.of_single_rows(arrays, page_size, _UNIQUE_NAMES)
-        self._planned = _Call(plan), Levels((level,), True).requests()
+        self._planned = _PrefixAttention(plan), Levels((level,), True).requests()
 
     def forward(
         self, q: ArrayT, k_shared: SupportsDLPack, v_shared: SupportsDLPack, unique_kv_cache: CacheArrays
@@ -389,7 +388,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
     """
 
     _planned: tuple[tuple[int, int, int, int], dict[bool, LevelRows]] | None = None
-    _last: _Call | None = None
+    _last: _PrefixAttention | None = None
 
     def begin_forward(
         self,
@@ -430,8 +429,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
         Raises:
             ContractError: `variant` is neither "independent" nor "equal".
         """
-        if variant not in _VARIANTS:
-            raise ContractError(f"variant must be one of {', '.join(_VARIANTS)}, not {variant!r}")
+        one_of("variant", variant, ("independent", "equal"))
 
     def forward(
         self,
@@ -476,7 +474,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
         plan = _plan(sizes, q_dtype, kv_dtype, sm_scale, rope_scale, rope_theta)
         last = self._last
         if last is None or last.plan != plan:
-            last = self._last = _Call(plan)
+            last = self._last = _PrefixAttention(plan)
         return self._attend(last, rows[flag("causal", causal)], q, k_shared, v_shared, unique_kv_cache)
 
 

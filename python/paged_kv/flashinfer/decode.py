@@ -341,7 +341,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper[Attention, DecodeBatch, 
     ) -> ArrayT | tuple[ArrayT, ArrayT]:
         """FlashInfer's older `run`: options that are given replace the planned ones, for this call alone."""
         attention, rows = self._last_plan.of_call("forward")
-        given: dict[str, Any] = {
+        overrides: dict[str, Any] = {
             "window_left": window_left,
             "logits_soft_cap": logits_soft_cap,
             "sm_scale": sm_scale,
@@ -349,7 +349,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper[Attention, DecodeBatch, 
             "rope_theta": rope_theta,
         }
         plan = attention.plan
-        options = replace(plan.options, **{name: value for name, value in given.items() if value is not None})
+        options = replace(plan.options, **{name: value for name, value in overrides.items() if value is not None})
         mode = plan.pos_encoding_mode if pos_encoding_mode is None else pos_encoding_mode
         plan = replace(plan, options=options, pos_encoding_mode=mode)
         rows, scales = rows.repeated(plan.q_len_per_req), (q_scale, k_scale, v_scale)

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from paged_kv.arguments import LARGEST_INDEX, flag, integer, shown
+from paged_kv.arguments import LARGEST_INDEX, flag, integer, one_of
 from paged_kv.arrays import devices
 from paged_kv.arrays.dtypes import dtype_of
 from paged_kv.arrays.types import DTypeLike, SupportsDLPack
@@ -187,13 +187,13 @@ class BatchMLAPagedAttentionWrapper:
         Nothing changes, the former plan included, if an error is raised.
         """
         del enable_pdl, use_sinks
-        for name, value, known in (
+        for name, value, legal in (
             ("query_layout", query_layout, (None, "packed", "split")),
             ("kv_cache_layout", kv_cache_layout, (None, "packed", "split")),
             ("lse_mode", lse_mode, ("none", "base2", "basee")),
             ("scale_mode", scale_mode, ("default", "kv-per-tensor")),
         ):
-            check_known(name, value, known)
+            one_of(name, value, legal)
         refuse_unsupported(output_scale=output_scale, use_profiler=use_profiler, skip_softmax=skip_softmax)
         if sm_scale is None or causal is None:
             raise ContractError(f"{'sm_scale' if sm_scale is None else 'causal'} is needed")
@@ -324,18 +324,18 @@ def index_arrays(flat: MLAPlanMetadata, metadata: Any, page_size: int) -> tuple[
             raise ContractTypeError(f"metadata must be a MLAPlanMetadata, not {type(metadata).__name__}")
         if any(getattr(flat, name) is not None for name in (*_CSR, *_DENSE)):
             raise ContractError("metadata: index arrays are given beside it")
-    found = flat if metadata is None else metadata
-    tables = [any(getattr(found, name) is not None for name in names) for names in (_CSR, _DENSE)]
+    source = flat if metadata is None else metadata
+    tables = [any(getattr(source, name) is not None for name in names) for names in (_CSR, _DENSE)]
     if tables == [True, True] and metadata is None:
         raise ContractError("block_tables: qo_indptr, kv_indptr, kv_indices and kv_len_arr say the requests already")
-    for names in [names for names, given in zip((_CSR, _DENSE), tables, strict=True) if given or not any(tables)]:
+    for names in [names for names, is_set in zip((_CSR, _DENSE), tables, strict=True) if is_set or not any(tables)]:
         for name in names:
-            if getattr(found, name) is None:
+            if getattr(source, name) is None:
                 raise ContractError(f"{name} is needed")
-    csr = tuple(getattr(found, name) for name in _CSR)
+    csr = tuple(getattr(source, name) for name in _CSR)
     if not tables[1]:
         return csr
-    dense = (found.cum_seq_lens_q, *csr_of_dense(found.seq_lens, found.block_tables, page_size))
+    dense = (source.cum_seq_lens_q, *csr_of_dense(source.seq_lens, source.block_tables, page_size))
     if tables[0]:
         one, other = (LatentBatch.of(arrays, page_size, True) for arrays in (csr, dense))
         same = (
@@ -346,12 +346,6 @@ def index_arrays(flat: MLAPlanMetadata, metadata: Any, page_size: int) -> tuple[
         if not all(np.array_equal(a, b) for a, b in same):
             raise PageTableError("block_tables: the dense table says other requests than kv_indptr and kv_indices")
     return dense
-
-
-def check_known(name: str, value: Any, known: tuple[Any, ...]) -> None:
-    """Refuses a value that is none of those known."""
-    if not any(type(value) is type(one) and value == one for one in known):
-        raise ContractError(f"{name} must be {' or '.join(map(repr, known))}, not {shown(value)}")
 
 
 def scales(plan: LatentPlan, ckv_scale: Any, kpe_scale: Any) -> tuple[float, float]:

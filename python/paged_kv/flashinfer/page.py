@@ -182,8 +182,8 @@ def get_batch_indices_positions(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
             than it has; a dense table of over 2^25 tokens.
         ContractError: `nnz` is negative or over 2^25.
     """
-    found: tuple[Any, Any] = _choose("get_batch_indices_positions", args, kwargs, _BATCH_INDICES_POSITIONS)
-    return found
+    result: tuple[Any, Any] = _choose("get_batch_indices_positions", args, kwargs, _BATCH_INDICES_POSITIONS)
+    return result
 
 
 @overload
@@ -236,9 +236,11 @@ def _choose(function: str, args: tuple[Any, ...], kwargs: dict[str, Any], signat
         device = devices.device_of(page_table=args[0])
         fitting = [fitting[device.view(args[0], "page_table").ndim == 2]]
     if not fitting:
-        given = [f"{len(args)} positional", *kwargs]
-        known = "; ".join(f"({', '.join([*s.names, *['kv_layout'] * s.takes_layout])})" for s in signatures)
-        raise ContractTypeError(f"{function}: its arguments ({', '.join(given)}) fit none of its signatures: {known}")
+        arguments = [f"{len(args)} positional", *kwargs]
+        legal = "; ".join(f"({', '.join([*s.names, *['kv_layout'] * s.takes_layout])})" for s in signatures)
+        raise ContractTypeError(
+            f"{function}: its arguments ({', '.join(arguments)}) fit none of its signatures: {legal}"
+        )
     return fitting[0].call(*args, **kwargs)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from paged_kv.arguments import LARGEST_INDEX, flag, shown
+from paged_kv.arguments import LARGEST_INDEX, flag, one_of, shown
 from paged_kv.arrays import devices
 from paged_kv.arrays.dtypes import DTYPES, dtype_of, is_float8
 from paged_kv.arrays.pages import token_views
@@ -109,13 +109,13 @@ class PrefillWrapper(PlannedWrapper[Attention, RaggedBatch, RaggedBatch]):
 
     def _of_run(self, args: tuple[Any, ...], sinks: Any) -> tuple[Attention, Rows, Any]:
         """The plan, its rows and the sinks of a run; `args` are what it got by position after K and V."""
-        given: Any = None
+        positional: Any = None
         sm_scale: Any = None
         if self._takes_sinks and len(args) <= 2:
-            given, sm_scale, *_ = (*args, None, None)
+            positional, sm_scale, *_ = (*args, None, None)
         else:
             refuse_unsupported(args=args)
-        if sinks is not None and given is not None:
+        if sinks is not None and positional is not None:
             raise ContractTypeError("sinks are given twice: by position, and by name")
         attention, requests = self._last_plan.of_call("run")
         if sm_scale is not None:
@@ -123,7 +123,7 @@ class PrefillWrapper(PlannedWrapper[Attention, RaggedBatch, RaggedBatch]):
             options = replace(attention.plan.options, sm_scale=sm_scale)
             if options != attention.plan.options:
                 attention = Attention(replace(attention.plan, options=options))
-        return attention, requests.rows, given if sinks is None else sinks
+        return attention, requests.rows, positional if sinks is None else sinks
 
     def _of_forward(
         self,
@@ -316,8 +316,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         Raises:
             ContractError: nothing was planned, or the variant is another one than "independent".
         """
-        if variant != "independent":
-            raise ContractError("variant must be 'independent'")
+        one_of("variant", variant, ("independent",))
         self._last_plan.of_call("prewarm_paged_kv_stride_variant")
 
     def run(

@@ -12,7 +12,7 @@ from max.pipelines.modeling.types import PipelineTask
 
 from paged_kv.graphs.models import FAMILIES
 from paged_kv.max_serve.config import ServedConfig
-from paged_kv.max_serve.model import ServedModel
+from paged_kv.max_serve.model import ServedPipeline
 from paged_kv.max_serve.tokenizer import ServedTokenizer
 
 
@@ -24,7 +24,7 @@ def _architecture(name: str) -> SupportedArchitecture:
         default_encoding=ServedConfig.DEFAULT_ENCODING,
         supported_encodings=ServedConfig.SUPPORTED_ENCODINGS,
         default_weights_format=WeightsFormat.safetensors,
-        pipeline_model=ServedModel,
+        pipeline_model=ServedPipeline,
         config=ServedConfig,
         batching=Llama3BatchProcessor,
         tokenizer=ServedTokenizer,

@@ -33,7 +33,7 @@ _BUILT_BY = (MODELS, "max_serve/graph.py")
 apply_cpu_target()
 
 
-class ServedModel(LlamaModelBase):
+class ServedPipeline(LlamaModelBase):
     """Any family of `paged_kv.graphs.models` with pages of K and V, on one device or shared by several GPUs.
 
     From MAX's class come batches, execution and log-probabilities; weights are memory-mapped, and bound without a copy

@@ -37,7 +37,7 @@ from paged_kv.calls.block_tables import block_entries, checked_lengths
 from paged_kv.calls.kv_copy import Slots
 from paged_kv.calls.offsets import check_offsets
 from paged_kv.calls.ragged import RaggedBatch
-from paged_kv.calls.remembered_plan import Kept
+from paged_kv.calls.remembered_plan import RememberedPlan
 from paged_kv.calls.rows import Rows
 from paged_kv.calls.table import BLOCK_NAMES, Table
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
@@ -261,9 +261,9 @@ def _gather(
     k_cache, v_cache = pages_of(k_cache, v_cache, layer)
     check_caches(k_cache=k_cache, v_cache=v_cache)
     rows = _requests.of((k_cache.shape[1], None), block_tables=block_tables, seq_lens=seq_lens, qo_indptr=None)
-    found = int(rows.lengths.sum(dtype=np.int64))
-    if found != integer("num_tokens", num_tokens, 0):
-        raise ShapeError(f"num_tokens is {num_tokens}, the requests have {found} (seq_lens)")
+    count = int(rows.lengths.sum(dtype=np.int64))
+    if count != integer("num_tokens", num_tokens, 0):
+        raise ShapeError(f"num_tokens is {num_tokens}, the requests have {count} (seq_lens)")
     return gather(k_cache, v_cache, rows.table)
 
 
@@ -421,12 +421,12 @@ def _fake_gather(
     del block_tables, seq_lens
     refuse_gradients(k_cache=k_cache, v_cache=v_cache)
     check_ranks(k_cache, v_cache, layer)
-    found = []
+    outputs = []
     for cache in (k_cache, k_cache if v_cache is None else v_cache):
         kv_format = FORMATS.get(str(cache.dtype).removeprefix("torch."))
         shape = (num_tokens, cache.shape[-2], stored_elements(kv_format or "", cache.shape[-1]))
-        found.append(cache.new_empty(shape, dtype=torch.float32 if kv_format else cache.dtype))
-    return found[0], found[1]
+        outputs.append(cache.new_empty(shape, dtype=torch.float32 if kv_format else cache.dtype))
+    return outputs[0], outputs[1]
 
 
 def _fake_linear(x: Tensor, w: Tensor) -> Tensor:
@@ -437,8 +437,8 @@ def _fake_linear(x: Tensor, w: Tensor) -> Tensor:
     return x.new_empty((x.shape[0], w.shape[0]))
 
 
-_rows, _requests = Kept(_new_rows), Kept(_new_rows)
-_slots = Kept(_new_slots)
+_rows, _requests = RememberedPlan(_new_rows), RememberedPlan(_new_rows)
+_slots = RememberedPlan(_new_slots)
 
 for _name, _kernel, _fake in (
     ("paged_attention", _attention, _fake_attention),

@@ -115,17 +115,17 @@ class TensorAttention:
         """The cache's, which is checked where it is new."""
         plan, page_size = self.plan, rows.table.page_size
         key = (q.dtype, q.shape[1:], page_size, *layout(k, v))
-        found = self._layouts.get(key)
-        if found is None or q.shape[0] != rows.count:
+        cached = self._layouts.get(key)
+        if cached is None or q.shape[0] != rows.count:
             shape = (rows.count, plan.num_qo_heads, plan.head_dim)
             pages = Pages.of((k, v), "NHD", "cache")
             check_array(HOST, "q", HOST.view(q, "q"), shape, plan.q_dtype, rows.counted_as)
             plan.check_pages(pages, page_size)
-            found = CacheLayout.of(k, v)
+            cached = CacheLayout.of(k, v)
             if len(self._layouts) >= _MOST_LAYOUTS:
                 self._layouts = {}
-            self._layouts[key] = found
-        return found
+            self._layouts[key] = cached
+        return cached
 
     def _by_views(
         self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
@@ -134,10 +134,10 @@ class TensorAttention:
         if self._general is None:
             self._general = Attention(self.plan, keeps_storage=False)
         results = Results(return_lse=True)
-        found: tuple[Tensor, Tensor] = self._general.over_pages(
+        result: tuple[Tensor, Tensor] = self._general.over_pages(
             rows, q, (k, v), "NHD", _NO_SCALES, results, sinks=sinks
         )
-        return found
+        return result
 
 
 def _takes(out: Tensor, o: Tensor) -> bool:

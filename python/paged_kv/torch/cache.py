@@ -46,9 +46,11 @@ def check_ranks(k_cache: Tensor, v_cache: Tensor | None, layer: Any) -> None:
     rank = 4 + (layer is not None) + (v_cache is None)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache is not None and cache.dim() != rank:
-            given = " where a layer is given" if layer is not None else ""
-            both = " and no v_cache" if v_cache is None and given else " where no v_cache is given" * (v_cache is None)
-            raise ShapeError(f"{name} must have {rank} dimensions{given}{both}, its shape is {tuple(cache.shape)}")
+            layered = " where a layer is given" if layer is not None else ""
+            both = (
+                " and no v_cache" if v_cache is None and layered else " where no v_cache is given" * (v_cache is None)
+            )
+            raise ShapeError(f"{name} must have {rank} dimensions{layered}{both}, its shape is {tuple(cache.shape)}")
     if v_cache is None and k_cache.shape[-5] != 2:
         raise ShapeError(f"k_cache: dimension {rank - 5} must be 2 (K and V), its shape is {tuple(k_cache.shape)}")
 
@@ -76,14 +78,14 @@ def checked_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> Ca
     Raises:
         ContractTypeError, ShapeError, ContractError: a tensor does not fit the others, or cannot be written.
     """
-    apart = v_cache.data_ptr() - k_cache.data_ptr()
-    key = (k.shape[1:], v.shape[1:], k.dtype, v.dtype, *layout(k_cache, v_cache), apart)
-    found = _layouts.get(key)
-    if found is None or k.shape[0] != v.shape[0]:
+    distance = v_cache.data_ptr() - k_cache.data_ptr()
+    key = (k.shape[1:], v.shape[1:], k.dtype, v.dtype, *layout(k_cache, v_cache), distance)
+    of_cache = _layouts.get(key)
+    if of_cache is None or k.shape[0] != v.shape[0]:
         check_caches(k_cache=k_cache, v_cache=v_cache)
         WritableCache.paged((k_cache, v_cache), "NHD", "cache", k=k, v=v).rows(k, v, ("k", "v"))
-        found = _kept(key, k_cache, v_cache)
-    return found
+        of_cache = _remember(key, k_cache, v_cache)
+    return of_cache
 
 
 def append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, of_cache: CacheLayout, slots: Slots) -> None:
@@ -136,7 +138,7 @@ def gather(k_cache: Tensor, v_cache: Tensor, table: Table) -> tuple[Tensor, Tens
     if of_cache is None:
         check_caches(k_cache=k_cache, v_cache=v_cache)
         Pages.of((k_cache, v_cache), "NHD", "cache")
-        of_cache = _kept(key, k_cache, v_cache)
+        of_cache = _remember(key, k_cache, v_cache)
     table.check(len(k_cache))
     kv_format = FORMATS.get(_name(k_cache.dtype))
     dtype = k_cache.dtype if kv_format is None else torch.float32
@@ -177,11 +179,11 @@ def widened(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return gather(k[:, None], v[:, None], pages)
 
 
-def _kept(key: tuple[Any, ...], k_cache: Tensor, v_cache: Tensor) -> CacheLayout:
+def _remember(key: tuple[Any, ...], k_cache: Tensor, v_cache: Tensor) -> CacheLayout:
     if len(_layouts) >= _MOST_LAYOUTS:
         _layouts.clear()
-    found = _layouts[key] = CacheLayout.of(k_cache, v_cache)
-    return found
+    of_cache = _layouts[key] = CacheLayout.of(k_cache, v_cache)
+    return of_cache
 
 
 def _kernel(kind: str, rows: torch.dtype, cache: torch.dtype) -> Function | None:

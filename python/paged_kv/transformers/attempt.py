@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from paged_kv.transformers.cache import GIVEN, PagedCache, cache_of
+from paged_kv.transformers.cache import CACHE_ARGUMENT, PagedCache, cache_of
 
 _PROMPTS = ("inputs", "input_ids", "inputs_embeds")
 
@@ -31,7 +31,7 @@ class Attempt:
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of `generate` on pages."""
-        return self._arguments | {GIVEN: self._cache} | self._streaming()
+        return self._arguments | {CACHE_ARGUMENT: self._cache} | self._streaming()
 
     def arguments_afterwards(self) -> dict[str, Any]:
         """The arguments for transformers' own code, and all else as before the call."""

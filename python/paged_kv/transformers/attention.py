@@ -21,7 +21,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from paged_kv.errors import ContractError
 from paged_kv.torch.attention import planned
 from paged_kv.transformers.batching import attend_batch
-from paged_kv.transformers.cache import GIVEN, LAYER, PAGE_SIZE, Ints, PagedLayer, Step
+from paged_kv.transformers.cache import CACHE_ARGUMENT, LAYER, PAGE_SIZE, Ints, PagedLayer, Step
 
 
 class Mask(Tensor):
@@ -34,7 +34,7 @@ class Mask(Tensor):
     """The arguments of `sdpa_mask`."""
     window: int | None
     """A row sees its last `window` tokens; None: all of them."""
-    is_known: bool
+    is_causal: bool
     """True if it is causal, or causal with a window, over sequences that are padded on the left alone."""
     padding: Ints | None
     """`[B]`, hidden tokens before the first one that is seen; None where nothing is hidden."""
@@ -50,18 +50,18 @@ class Mask(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
-        found: list[Mask] = []
+        masks: list[Mask] = []
 
         def dense(x: Any) -> Any:
             if not isinstance(x, cls):
                 return x
-            found.append(x)
+            masks.append(x)
             return x.dense
 
         args, kwargs = tree_map(dense, (args, kwargs or {}))
         result = func(*args, **kwargs)
         if isinstance(result, Tensor) or func.__name__ not in _SHAPE:
-            for mask in found:
+            for mask in masks:
                 mask.was_read = True
         return result
 
@@ -81,13 +81,13 @@ def attention_mask(
     **kwargs: Any,
 ) -> Mask:
     """Return what a model's code hands on as its mask; the arguments are those of transformers' `sdpa_mask`."""
-    is_known, window = _pattern(mask_function)
+    is_causal, window = _pattern(mask_function)
     padding = None
     if attention_mask is not None:
         seen = attention_mask[:, :kv_length].numpy().astype(bool)
         if not seen.all():
             padding = np.where(seen.any(1), seen.argmax(1), seen.shape[1])
-            is_known &= bool((seen.sum(1) == seen.shape[1] - padding).all())
+            is_causal &= bool((seen.sum(1) == seen.shape[1] - padding).all())
     mask: Mask = torch.empty(0, dtype=torch.float32, device="cpu").as_subclass(Mask)
     mask.arguments = {
         "batch_size": batch_size,
@@ -99,7 +99,7 @@ def attention_mask(
         "attention_mask": attention_mask,
         **kwargs,
     }
-    mask.window, mask.is_known, mask.padding, mask.was_read = window, is_known, padding, False
+    mask.window, mask.is_causal, mask.padding, mask.was_read = window, is_causal, padding, False
     return mask
 
 
@@ -130,8 +130,8 @@ def attention_forward(
         dense = attention_mask if mask is None else mask.dense
         return _attend_densely(module, (query, key, value), dense, scaling, softcap, s_aux, kwargs), None
     # Without a mask torch's attention is causal, that of models with soft caps or sinks is not.
-    is_causal = mask.is_known if mask is not None else attention_mask is None and softcap is None and s_aux is None
-    step = layer.store(mask.padding if mask is not None and mask.is_known else None)
+    is_causal = mask.is_causal if mask is not None else attention_mask is None and softcap is None and s_aux is None
+    step = layer.store(mask.padding if mask is not None and mask.is_causal else None)
     is_causal &= _check_padding(step, attention_mask)
     if is_causal and kwargs.get("position_bias") is None and kwargs.get("is_causal") in (None, True):
         window = None if mask is None else mask.window
@@ -155,7 +155,7 @@ def _check_padding(step: Step, mask: Tensor | None) -> bool:
         b = int(shown.argmax())
         raise ContractError(
             f"attention_mask: sequence {b} begins with {hidden[b]} hidden tokens, expected at least {step.padding[b]}:"
-            f" {GIVEN} took them for padding and did not store them"
+            f" {CACHE_ARGUMENT} took them for padding and did not store them"
         )
     return bool((step.padding == hidden).all())
 
@@ -172,8 +172,8 @@ def _attend_densely(
     """Attention under any mask of query `[B, Hq, T, D]`, keys and values `[B, Hk, tokens, D]`: `[B, T, Hq, D]`."""
     query, keys, values = states
     if softcap is None and sinks is None:
-        found: Tensor = sdpa_attention_forward(module, query, keys, values, mask, scaling=scaling, **others)[0]
-        return found
+        o: Tensor = sdpa_attention_forward(module, query, keys, values, mask, scaling=scaling, **others)[0]
+        return o
     if others.get("position_bias") is not None:
         raise ContractError("position_bias: not computed beside soft caps and sinks")
     heads, tokens = query.shape[1], keys.shape[2]

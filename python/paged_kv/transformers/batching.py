@@ -81,19 +81,19 @@ class PagedBlocks(PagedAttentionCache):  # type: ignore[misc] # transformers has
     """
 
     def __init__(self, config: Any, continuous_batching_config: Any, *args: Any, dtype: Any, **kwargs: Any) -> None:
-        kv_format, given = format_of(config), continuous_batching_config
+        kv_format, settings = format_of(config), continuous_batching_config
         if kv_format is None:
-            super().__init__(config, given, *args, dtype=dtype, **kwargs)
+            super().__init__(config, settings, *args, dtype=dtype, **kwargs)
             return
         sizes = find_num_key_value_heads(config), find_head_dim(config)
         counted, stored = (
-            PagedFullAllocator.get_bytes_per_page(*sizes, kind, given.page_size)
+            PagedFullAllocator.get_bytes_per_page(*sizes, kind, settings.page_size)
             for kind in (dtype, _dtype_of(kv_format, dtype))
         )
-        if given.num_blocks is not None:
-            given = copy.copy(given)
-            given.num_blocks = -(-given.num_blocks * stored // counted)
-        super().__init__(config, given, *args, dtype=dtype, **kwargs)
+        if settings.num_blocks is not None:
+            settings = copy.copy(settings)
+            settings.num_blocks = -(-settings.num_blocks * stored // counted)
+        super().__init__(config, settings, *args, dtype=dtype, **kwargs)
         self.num_blocks = self.num_sectors * self.bytes_per_sector // (config.num_hidden_layers * stored)
 
     def update(
@@ -101,8 +101,8 @@ class PagedBlocks(PagedAttentionCache):  # type: ignore[misc] # transformers has
     ) -> tuple[Tensor, Tensor]:
         """Marks the new K for the attention, which stores it; models of transformers 5.24 call this before it."""
         if not self.layer_to_allocator[layer_idx].on_pages:
-            found: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, kwargs)
-            return found
+            states: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, kwargs)
+            return states
         setattr(key_states, LAYER, self)
         return key_states, value_states
 
@@ -120,10 +120,10 @@ class _OnPages(FullAttentionCacheAllocator):  # type: ignore[misc]
     def get_bytes_per_page(cls, num_key_value_heads: int, head_dim: int, cache_dtype: Any, page_size: int) -> int:
         """Return the bytes of K and V of one layer, codes with their scales where the dtype is that of codes."""
         codes = FORMATS.get(str(cache_dtype).removeprefix("torch."), "")
-        found: int = super().get_bytes_per_page(
+        size: int = super().get_bytes_per_page(
             num_key_value_heads, stored_head(codes, head_dim), cache_dtype, page_size
         )
-        return found
+        return size
 
 
 class PagedFullAllocator(_OnPages):
@@ -181,7 +181,7 @@ def attend_batch(
     softcap: float | None,
     sinks: Tensor | None,
     cache: Any,
-    given: dict[str, Any],
+    batch: dict[str, Any],
 ) -> Tensor:
     """Stores the new K and V `[1, Hk, T, D]` of all requests, and attends: query `[1, Hq, T, D]`, `[1, T, Hq, D]`.
 
@@ -191,11 +191,11 @@ def attend_batch(
     layer = module.layer_idx
     allocator = cache.layer_to_allocator[layer]
     window = getattr(allocator, "sliding_window", None)
-    read, write = (given[name][allocator.index] for name in ("read_index", "write_index"))
+    read, write = (batch[name][allocator.index] for name in ("read_index", "write_index"))
     step: _Step | None = getattr(write, _STEP, None)
     if step is None:
-        lengths = np.diff(given["cu_seq_lens_k"][allocator.layer_type].numpy())
-        step = _plan(given["cu_seq_lens_q"].numpy(), lengths, read, allocator.tokens_per_page, window)
+        lengths = np.diff(batch["cu_seq_lens_k"][allocator.layer_type].numpy())
+        step = _plan(batch["cu_seq_lens_q"].numpy(), lengths, read, allocator.tokens_per_page, window)
         setattr(write, _STEP, step)
 
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, H, D]

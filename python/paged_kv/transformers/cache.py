@@ -34,7 +34,7 @@ from paged_kv.transformers import running
 PAGE_SIZE = 32
 LAYER = "_paged_kv_layer"
 """The attribute of new keys by which the attention finds their layer, or their cache of `generate_batch`."""
-GIVEN = "past_key_values" if transformers.__version__.startswith("5.23.") else "cache"
+CACHE_ARGUMENT = "past_key_values" if transformers.__version__.startswith("5.23.") else "cache"
 """The argument by which `generate` and models take a cache, which 5.24 renamed, and the attribute of their results."""
 
 Ints = npt.NDArray[np.int64]
@@ -178,7 +178,7 @@ class PageTables:
             for request in self._sequences:
                 self.pool.start(request)
         if batch != self.batch:
-            raise ShapeError(f"{GIVEN} holds {self.batch} sequences, {batch} are given")
+            raise ShapeError(f"{CACHE_ARGUMENT} holds {self.batch} sequences, {batch} are given")
         hidden = np.zeros(batch, np.int64) if padding is None else padding
         if not start:
             self.padding = hidden
@@ -232,7 +232,7 @@ class PageTables:
         for row, own in zip(entries, pages, strict=True):
             row[: len(own)] = own
         lengths = np.array([self.pool.length(request) for request in self._sequences], np.int32)
-        table = Table.padded(entries, lengths, PAGE_SIZE, (GIVEN,) * 3)
+        table = Table.padded(entries, lengths, PAGE_SIZE, (CACHE_ARGUMENT,) * 3)
         if table.highest_page >= self.num_pages:
             self.num_pages = max(2 * self.num_pages, 8 * self.batch, table.highest_page + 1)
         return table
@@ -272,10 +272,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc] # transformers has no t
         """
         del args, kwargs
         if self.new is not None:
-            raise ContractError(f"{GIVEN}: a layer's keys were not attended to: is its attention replaced?")
+            raise ContractError(f"{CACHE_ARGUMENT}: a layer's keys were not attended to: is its attention replaced?")
         if key_states.shape != value_states.shape:
             widths = f"{key_states.shape[-1]} and {value_states.shape[-1]}"
-            raise ShapeError(f"{GIVEN}: keys and values are {widths} wide, pages hold one width")
+            raise ShapeError(f"{CACHE_ARGUMENT}: keys and values are {widths} wide, pages hold one width")
         self.new = key_states, value_states
         if not running.on_pages():
             return self.dense(self.store(None), key_states.dtype)
@@ -345,9 +345,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc] # transformers has no t
         return self.k_pages, self.v_pages
 
 
-def cache_of(given: dict[str, Any]) -> Any:
+def cache_of(arguments: dict[str, Any]) -> Any:
     """Return the cache among the arguments of `generate`, by its name of now or of before; None where there is none."""
-    return next((given[name] for name in (GIVEN, "past_key_values") if given.get(name) is not None), None)
+    return next(
+        (arguments[name] for name in (CACHE_ARGUMENT, "past_key_values") if arguments.get(name) is not None), None
+    )
 
 
 def _longer(pages: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor:

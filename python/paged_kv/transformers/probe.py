@@ -20,7 +20,7 @@ from transformers.generation.continuous_batching.utils import find_head_dim, fin
 from paged_kv.errors import ContractError, ShapeError
 from paged_kv.transformers import linear, running
 from paged_kv.transformers.attention import Mask, attention_forward
-from paged_kv.transformers.cache import GIVEN, LAYER, PagedCache
+from paged_kv.transformers.cache import CACHE_ARGUMENT, LAYER, PagedCache
 
 NAME = "paged_kv_probe"
 """The name of a probe's attention in transformers."""
@@ -71,7 +71,7 @@ class _Cache(PagedCache):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.windows = [found.get("sliding_window") for found in get_layer_types_and_kwargs(config)[1]]
+        self.windows = [each.get("sliding_window") for each in get_layer_types_and_kwargs(config)[1]]
         self.masks: list[Mask] = []
 
 
@@ -98,9 +98,9 @@ def attention(
     layer = getattr(key, LAYER, None)
     blocks = kwargs.get("cache", layer)
     if isinstance(blocks, _Blocks):
-        found = key.shape[1], key.shape[3]
-        if found != blocks.heads or key.shape != value.shape:
-            raise ContractError(f"its KV heads and head_dim are {found}, by its config {blocks.heads}")
+        heads = key.shape[1], key.shape[3]
+        if heads != blocks.heads or key.shape != value.shape:
+            raise ContractError(f"its KV heads and head_dim are {heads}, by its config {blocks.heads}")
         if "read_index" not in kwargs:
             raise ContractError("its code does not hand on what generate_batch gives to attention")
         blocks.layers.append(module.layer_idx)  # type: ignore[arg-type]
@@ -110,7 +110,7 @@ def attention(
     if not isinstance(attention_mask, Mask):
         how = "attends without" if attention_mask is None else "changes"
         raise ContractError(f"its own code {how} attention_mask")
-    if not attention_mask.is_known or kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
+    if not attention_mask.is_causal or kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
         raise ContractError("its attention is not causal, or depends on positions in another way")
     cache: _Cache = layer.cache
     index = cache.layers.index(layer)
@@ -128,10 +128,10 @@ def _generate(model: Any) -> None:
         mask = torch.ones(2, tokens, dtype=torch.long, device="cpu")
         mask[0, 0] = 0
         ids = torch.ones(2, new_tokens, dtype=torch.long, device="cpu")
-        model(input_ids=ids, attention_mask=mask, use_cache=True, **{GIVEN: cache})
+        model(input_ids=ids, attention_mask=mask, use_cache=True, **{CACHE_ARGUMENT: cache})
         if any(layer.new is not None or layer.get_seq_length() != tokens for layer in cache.layers):
             raise ContractError("it does not attend to all layers of its cache by transformers' interface")
-        if any(found.was_read for found in cache.masks):
+        if any(each.was_read for each in cache.masks):
             raise ContractError("its own code reads attention_mask")
 
 

@@ -78,5 +78,5 @@ def _end(call: object, before: Mapping[int, str]) -> None:
 
 def _configs(model: nn.Module) -> set[int]:
     """The ids of the configs by which a model's modules find their attention."""
-    found = (getattr(module, "config", None) for module in model.modules())
-    return {id(config) for config in found if isinstance(config, PreTrainedConfig)}
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return {id(config) for config in configs if isinstance(config, PreTrainedConfig)}

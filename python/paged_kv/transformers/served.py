@@ -11,7 +11,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from paged_kv.options import Q_DTYPES, is_head_dim
 from paged_kv.transformers import probe
-from paged_kv.transformers.cache import GIVEN, PagedCache, cache_of, head_dims
+from paged_kv.transformers.cache import CACHE_ARGUMENT, PagedCache, cache_of, head_dims
 from paged_kv.transformers.running import NAMES
 
 _ATTENTION_TYPES = {"full_attention", "sliding_attention"}
@@ -69,19 +69,19 @@ def _is_text(config: Any) -> bool:
         return False
 
 
-def why_not_generate(model: Any, given: dict[str, Any]) -> str | None:
+def why_not_generate(model: Any, arguments: dict[str, Any]) -> str | None:
     """The reason why a call of `generate` does not run on pages though its model does, or None."""
-    option = partial(_option, model, given)
-    cache = cache_of(given)
+    option = partial(_option, model, arguments)
+    cache = cache_of(arguments)
     if cache is not None and not isinstance(cache, PagedCache):
-        return f"{GIVEN} is a {type(cache).__name__}"
+        return f"{CACHE_ARGUMENT} is a {type(cache).__name__}"
     if option("cache_implementation") not in _DYNAMIC:
         return f"cache_implementation is {option('cache_implementation')!r}"
     if option("use_cache") is False:
         return "use_cache is False"
     if option("output_attentions"):
         return "output_attentions is set"
-    mask = given.get("attention_mask")
+    mask = arguments.get("attention_mask")
     if mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2):
         return "attention_mask is not [batch, tokens]"
     if mask is not None and mask.device.type == "cpu" and not mask.bool().any(1).all():
@@ -89,17 +89,17 @@ def why_not_generate(model: Any, given: dict[str, Any]) -> str | None:
     return None
 
 
-def without_cache_implementation(model: Any, given: dict[str, Any]) -> dict[str, Any]:
+def without_cache_implementation(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `generate` with a cache: one of "dynamic" too, which transformers refuses beside one."""
-    is_named = _option(model, given, "cache_implementation") == "dynamic"
-    return given | {"cache_implementation": None} if is_named else given
+    is_named = _option(model, arguments, "cache_implementation") == "dynamic"
+    return arguments | {"cache_implementation": None} if is_named else arguments
 
 
-def _option(model: Any, given: dict[str, Any], name: str) -> Any:
+def _option(model: Any, arguments: dict[str, Any], name: str) -> Any:
     """An option of `generate`: of its arguments, its generation_config or its model's."""
-    configs = given.get("generation_config"), model.generation_config
-    found = (given.get(name), *(getattr(config, name, None) for config in configs))
-    return next((value for value in found if value is not None), None)
+    configs = arguments.get("generation_config"), model.generation_config
+    values = (arguments.get(name), *(getattr(config, name, None) for config in configs))
+    return next((value for value in values if value is not None), None)
 
 
 def warn_once(model: Any, call: str, reason: str) -> None:

@@ -56,10 +56,10 @@ def enable(kv_format: KVFormat | None = None) -> None:
         ToolchainError: another release of transformers is installed.
     """
     check_kv_format(kv_format)
-    found = transformers.__version__
-    if found.rpartition(".")[0] not in TESTED:
+    installed = transformers.__version__
+    if installed.rpartition(".")[0] not in TESTED:
         raise ToolchainError(
-            f"paged_kv.transformers knows the internals of transformers {' and '.join(TESTED)}, {found} is installed"
+            f"paged_kv.transformers knows the internals of transformers {' and '.join(TESTED)}, got {installed}"
         )
     with _lock:
         if "enabled" in _originals:
@@ -119,12 +119,12 @@ def _generate(original: Any) -> Any:
             is_enabled, kv_format = "enabled" in _originals, _originals.get("kv_format")
             if not is_enabled or len(args) > len(parameters) or kwargs.keys() & parameters[: len(args)]:
                 return original(self, *args, **kwargs)  # which refuses the arguments
-            given = dict(zip(parameters, args, strict=False)) | kwargs
-            reason = why_not_generate(self, given) or why_not(self, "generate")
+            arguments = dict(zip(parameters, args, strict=False)) | kwargs
+            reason = why_not_generate(self, arguments) or why_not(self, "generate")
             if reason is not None:
                 warn_once(self, "generate", reason)
-                return original(self, **given)
-            attempt = Attempt(given, cache_of(given) or PagedCache(self.config, kv_format))
+                return original(self, **arguments)
+            attempt = Attempt(arguments, cache_of(arguments) or PagedCache(self.config, kv_format))
             try:
                 with linear.replaced(self), running.as_named(self, NAMES[kv_format]):
                     return original(self, **without_cache_implementation(self, attempt.arguments()))
@@ -132,9 +132,9 @@ def _generate(original: Any) -> Any:
                 if not attempt.may_be_repeated():
                     raise
                 reason = probe.reason(error)
-            found = original(self, **attempt.arguments_afterwards())
+            result = original(self, **attempt.arguments_afterwards())
             warn_once(self, "generate", reason)  # not where transformers raises too
-            return found
+            return result
 
     return generate
 

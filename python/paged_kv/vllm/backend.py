@@ -18,7 +18,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 import paged_kv.torch  # the operators  # noqa: F401
 from paged_kv.calls.kv_copy import Slots
 from paged_kv.calls.ragged import RaggedBatch
-from paged_kv.calls.remembered_plan import Kept
+from paged_kv.calls.remembered_plan import RememberedPlan
 from paged_kv.calls.rows import Rows
 from paged_kv.calls.table import Table
 from paged_kv.errors import ContractError
@@ -39,7 +39,7 @@ class PagedBackend(CPUAttentionBackend):  # type: ignore[misc] # vLLM is install
         return PagedAttention
 
 
-class Step:
+class StepRequests:
     """The requests of a step: what its layers share, made by the first of them."""
 
     def __init__(self, metadata: CPUAttentionMetadata) -> None:
@@ -47,26 +47,28 @@ class Step:
         self._rows: dict[int, Rows] = {}
 
     @staticmethod
-    def of(metadata: CPUAttentionMetadata) -> Step:
+    def of(metadata: CPUAttentionMetadata) -> StepRequests:
         """That of vLLM's facts of a step, on which it is kept."""
-        found: Step | None = getattr(metadata, _STEP, None)
-        if found is None:
-            found = Step(metadata)
-            setattr(metadata, _STEP, found)
-        return found
+        step: StepRequests | None = getattr(metadata, _STEP, None)
+        if step is None:
+            step = StepRequests(metadata)
+            setattr(metadata, _STEP, step)
+        return step
 
     def rows(self, page_size: int) -> Rows:
         """The query rows over pages of this size."""
-        found = self._rows.get(page_size)
-        if found is None:
-            given = self._metadata
-            if given.dynamic_causal is not None:
+        rows = self._rows.get(page_size)
+        if rows is None:
+            metadata = self._metadata
+            if metadata.dynamic_causal is not None:
                 raise ContractError("paged_kv.vllm: rows that are causal for some requests alone are not served")
-            offsets, lengths = (array.numpy().astype(np.int32) for array in (given.query_start_loc, given.seq_lens))
+            offsets, lengths = (
+                array.numpy().astype(np.int32) for array in (metadata.query_start_loc, metadata.seq_lens)
+            )
             widest = max(1, -(-int(lengths.max(initial=0)) // page_size))
-            table = Table.padded(given.block_table[:, :widest], lengths, page_size, ("block_table",) * 3)
-            found = self._rows[page_size] = RaggedBatch(offsets, table, None, given.causal).rows
-        return found
+            table = Table.padded(metadata.block_table[:, :widest], lengths, page_size, ("block_table",) * 3)
+            rows = self._rows[page_size] = RaggedBatch(offsets, table, None, metadata.causal).rows
+        return rows
 
 
 class PagedAttention(CPUAttentionBackendImpl):  # type: ignore[misc]
@@ -95,14 +97,14 @@ class PagedAttention(CPUAttentionBackendImpl):  # type: ignore[misc]
         """Query rows `[T, Hq, D]` over the pages of their requests, into `output`."""
         if attn_metadata is None or not self._served:
             rest = output_scale, output_block_scale
-            found: Tensor = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *rest)
-            return found
+            result: Tensor = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *rest)
+            return result
         if output_scale is not None or output_block_scale is not None:
             raise ContractError("output_scale: paged_kv.vllm computes no quantised outputs")
         count = attn_metadata.num_actual_tokens
         k_cache, v_cache = self._pages(kv_cache)
         page_size, kv_heads, head_dim = k_cache.shape[1:]
-        rows = Step.of(attn_metadata).rows(page_size)
+        rows = StepRequests.of(attn_metadata).rows(page_size)
         attention = planned(
             (self.num_heads, kv_heads, head_dim, page_size), (query.dtype, kv_cache.dtype), self._options
         )
@@ -162,4 +164,4 @@ def _new_slots(page_size: int, slot_mapping: Tensor) -> Slots:
     return Slots(pages, (slots % page_size).astype(np.int32))
 
 
-_slots = Kept(_new_slots)
+_slots = RememberedPlan(_new_slots)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from paged_kv.json_schemas import Problem
+from paged_kv.json_schemas import SchemaProblem
 from paged_kv.serve.chat.grammar import SPACE, TEXT, Rules
 from paged_kv.serve.chat.message import Incoming, Outgoing, Step
 from paged_kv.serve.chat.thoughts import Thought
@@ -72,7 +72,7 @@ class Syntax:
         """Return whether a template writes its calls so."""
         raise NotImplementedError
 
-    def problem(self, parameters: Mapping[str, Any]) -> Problem | None:  # noqa: ARG002 - some syntaxes have some
+    def problem(self, parameters: Mapping[str, Any]) -> SchemaProblem | None:  # noqa: ARG002 - some syntaxes have some
         """The part of a schema of arguments to which this syntax cannot hold a model, where llguidance could."""
         return None
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 from paged_kv.errors import ContractError
-from paged_kv.json_schemas import Problem, parts, without
+from paged_kv.json_schemas import SchemaProblem, parts, without
 from paged_kv.serve.chat.grammar import Rules, literal
 from paged_kv.serve.chat.message import Incoming, Outgoing, Say, Step
 from paged_kv.serve.chat.schemas import Schema
@@ -33,15 +33,15 @@ class Gemma(Syntax):
     def is_of(cls, template: str) -> bool:
         return cls.OPENING in template and cls.CLOSING in template and "call:" in template
 
-    def problem(self, parameters: Mapping[str, Any]) -> Problem | None:
+    def problem(self, parameters: Mapping[str, Any]) -> SchemaProblem | None:
         for pointer, node in parts("#", dict(parameters)):
             for name in _NOT_HELD:
                 if name in node:
-                    return Problem(f"{pointer}/{name}", "this model's notation of calls has no rule for it")
+                    return SchemaProblem(f"{pointer}/{name}", "this model's notation of calls has no rule for it")
         try:
             self._object(Rules(), Schema(parameters))
         except ContractError as error:
-            return Problem("#", str(error))
+            return SchemaProblem("#", str(error))
         return None
 
     def relaxed(self, parameters: dict[str, Any]) -> dict[str, Any]:

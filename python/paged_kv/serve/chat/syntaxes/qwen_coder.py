@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paged_kv.errors import ContractError
-from paged_kv.json_schemas import Problem
+from paged_kv.json_schemas import SchemaProblem
 from paged_kv.serve.chat.any_order import MOST_NAMES
 from paged_kv.serve.chat.grammar import Rules, literal
 from paged_kv.serve.chat.message import Incoming, Outgoing, Say, Step
@@ -39,11 +39,11 @@ class QwenCoder(Syntax):
         )
         return call + (f' ("\\n" {rules.mark(self.OPENING)} {call})*' if asked.is_parallel else "")
 
-    def problem(self, parameters: Mapping[str, Any]) -> Problem | None:
+    def problem(self, parameters: Mapping[str, Any]) -> SchemaProblem | None:
         try:
             _parameters(Rules(), parameters)
         except ContractError as error:
-            return Problem("#", str(error))
+            return SchemaProblem("#", str(error))
         return None
 
     def relaxed(self, parameters: dict[str, Any]) -> dict[str, Any]:
