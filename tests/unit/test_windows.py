@@ -91,7 +91,9 @@ def test_a_model_that_drafts_has_windows_in_all_of_its_pages():
     engine = Engine(FakeModel(64, 4, window=WINDOW, num_window_pages=8), speculate=draft)
     engine.add_request(tokens(30), Sampling(40))
     assert run(engine)[0, 0] == alone(tokens(30), Sampling(40))
-    with pytest.raises(ContractError, match="speculate: a model that drafts has as many pages for windows as others"):
+    with pytest.raises(
+        ContractError, match="speculate: num_window_pages of a draft model: expected 0 or num_pages=8, got 5"
+    ):
         Engine(FakeModel(8, 4), speculate=FakeDraft(8, 4, window=WINDOW, num_window_pages=5))
 
 

@@ -105,7 +105,7 @@ class Engine:
         if disk is not None and not isinstance(disk, DiskTier):
             raise ContractTypeError(f"disk must be a DiskTier, not {shown(disk)}")
         if disk is not None and not share_prefixes:
-            raise ContractError("disk: an engine without share_prefixes knows no prefix")
+            raise ContractError("disk: requires share_prefixes=True")
         max_step_tokens = integer("max_step_tokens", max_step_tokens, 1)
         if max_gap is not None and not (isinstance(max_gap, int | float) and 0 < max_gap < 1e9):
             raise ContractError(f"max_gap must be a positive number of seconds, not {shown(max_gap)}")
@@ -507,7 +507,10 @@ def _speculation(speculate: Any, model: EngineModel, max_step_tokens: int, share
     if speculate.num_states:
         raise ContractError("speculate: a model with recurrent layers does not draft")
     if 0 < speculate.num_window_pages < speculate.num_pages:
-        raise ContractError("speculate: a model that drafts has as many pages for windows as others, or none apart")
+        raise ContractError(
+            f"speculate: num_window_pages of a draft model: expected 0 or num_pages={speculate.num_pages}, got"
+            f" {speculate.num_window_pages}"
+        )
     return Speculation(DraftModel(speculate, model.config.vocab_size, max_step_tokens, share_prefixes))
 
 
@@ -519,7 +522,7 @@ def _logit_rows(sample: Sample, new: list[int]) -> int:
 
 
 def _add_prompt_logprobs(sample: Sample, logits: npt.NDArray[np.float32]) -> None:
-    """Notes those of the prompt's tokens that follow what a step computed; those that are known stay."""
+    """Notes those of the prompt's tokens that follow what a step computed; those that it has stay."""
     request = sample.request
     for at, row in enumerate(logits, sample.cached):
         if at == len(request.prompt_logprobs) and at + 1 < len(request.prompt):

@@ -408,7 +408,7 @@ def _new_states(shape: Sequence[int | str]) -> np.ndarray:
         return np.empty([int(size) for size in shape], np.float32)
     except (MemoryError, ValueError, OverflowError):
         size = shown(4 * math.prod(map(int, shape)))
-        raise ContractError(f"num_states: {shape[0]} states take {size} bytes: more than there are") from None
+        raise ContractError(f"num_states: {shape[0]} states need {size} bytes, more than there are") from None
 
 
 def _last_rows(row_offsets: np.ndarray, counts: Sequence[int]) -> np.ndarray:
@@ -444,4 +444,4 @@ def _new_cache(
     except (MemoryError, ValueError, OverflowError, RuntimeError):  # sizes that no array can have
         size = shown(math.prod(shape) * dtype.size_in_bytes)
         pages = f"{shown(num_pages)} pages of {shown(page_size)} tokens"
-        raise ContractError(f"a cache of {pages} takes {size} bytes: more than there are") from None
+        raise ContractError(f"num_pages: {pages} need {size} bytes, more than there are") from None

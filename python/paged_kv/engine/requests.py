@@ -117,7 +117,7 @@ class Request:
     cached: int = 0
     """Tokens of its prompt that were in the cache when it began."""
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
-    """Those that are known so far, from the second token on."""
+    """Those computed so far, from the second token on."""
 
     @property
     def wants_prompt(self) -> bool:
@@ -168,7 +168,7 @@ class Sample:
     cached: int = 0
     """The number of `tokens` whose K and V are in the cache."""
     stored: int = 0
-    """The number of them that the prefix cache knows."""
+    """The number of them that the prefix cache has."""
     chain: list[bytes] = field(init=False)
     """The disk tier's root for its request, and the digests of its first full pages; empty where it keeps none."""
     offered: int = 0
@@ -178,7 +178,7 @@ class Sample:
     edges: set[int] = field(default_factory=set)
     """The ends of pages of what it began with at which a state is kept for other prompts (`states`)."""
     passing: int | None = None
-    """The end of a page of its text whose state is known, until that of the next one is."""
+    """Token offset of the last page boundary of its text with a saved state; replaced at the next boundary."""
     luck: Luck = field(default_factory=Luck)
     """The share of drafted tokens that were right."""
     history: History = field(init=False)

@@ -6,7 +6,7 @@ as this one did, which become checkpoints of the prefix cache:
 
 - every so many pages, so many that a text that fills all pages takes half of the slots;
 - the last two ends of pages of what a sample begins with, for the next turn of a chat and for the same prompt again;
-- where the known pages of a prompt end, but no checkpoint was: two texts part there;
+- where the cached pages of a prompt end, but no checkpoint was: two texts part there;
 - the last end of a page of a text that is being written, in place of the one before.
 
 A slot for the last token is needed, those of checkpoints are taken where there are some.
