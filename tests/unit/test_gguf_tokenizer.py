@@ -428,10 +428,16 @@ BPE_FAULTS = {
         lambda s: changed(s, "merges", 3, "nothere a"),
         r"merges\[3\]: expected two tokens that make a third, got 'nothere a'$",
     ),
-    "right": (lambda s: changed(s, "merges", 3, "a nothere"), "merge 3 is not of two tokens that make a third"),
+    "right": (
+        lambda s: changed(s, "merges", 3, "a nothere"),
+        r"merges\[3\]: expected two tokens that make a third, got 'a nothere'$",
+    ),
     "result": (lambda s: changed(s, "merges", 3, "Z Z"), r"merges\[3\]: expected two tokens .*, got 'Z Z'$"),
     "one": (lambda s: changed(s, "merges", 3, "the"), r"merges\[3\]: expected two tokens .*, got 'the'$"),
-    "again": (lambda s: changed(s, "merges", 3, s["merges"][2]), "merge 3 is there before"),
+    "again": (
+        lambda s: changed(s, "merges", 3, s["merges"][2]),
+        r"merges\[3\]: expected a merge that is not there before, got",
+    ),
     "many": (
         lambda s: s | {"merges": s["merges"] * 20},
         r"merges: expected at most \d+, the ways to make the tokens, got \d+$",
@@ -451,13 +457,19 @@ BPE_FAULTS = {
 SPM_FAULTS = {
     "scores": (lambda s: s | {"scores": s["scores"][1:]}, r"scores: expected as many as tokens, \d+, got \d+$"),
     "a score": (lambda s: changed(s, "scores", 500, float("nan")), "scores: expected finite numbers, got nan$"),
-    "bytes": (lambda s: changed(s, "tokens", 20, "<0x1>"), "255 of the 256 bytes are tokens"),
+    "bytes": (
+        lambda s: changed(s, "tokens", 20, "<0x1>"),
+        "tokens: expected tokens for all of 256 bytes or for none, got 255$",
+    ),
     "unknown": (
         lambda s: s | {"unknown_token_id": 10**6},
         "unknown_token_id: expected a token from 0 to .*, got 1000000$",
     ),
     "prefix": (lambda s: s | {"add_space_prefix": "yes"}, "add_space_prefix: expected true or false, got 'yes'$"),
-    "twice": (lambda s: changed(s, "tokens", 300, "▁the"), "'▁the': token .* is there before"),
+    "twice": (
+        lambda s: changed(s, "tokens", 300, "▁the"),
+        r"tokens\[\d+\]: expected a token that is not there before, got '▁the'$",
+    ),
 }
 
 
