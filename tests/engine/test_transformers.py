@@ -622,9 +622,7 @@ def test_a_kept_manager_runs_as_it_was_made(first: bool) -> None:
 
 def test_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers, "__version__", "5.25.0")
-    with pytest.raises(
-        ToolchainError, match=r"knows the internals of transformers 5\.23 and 5\.24, got 5\.25\.0"
-    ):
+    with pytest.raises(ToolchainError, match=r"knows the internals of transformers 5\.23 and 5\.24, got 5\.25\.0"):
         paged_kv.transformers.enable()
 
 
