@@ -8,7 +8,7 @@ import pytest
 
 from paged_kv.checkpoint.source import open_source
 from paged_kv.engine.demo_model import FOLDER
-from paged_kv.serve.fields import Fields
+from paged_kv.serve.fields import BodyFields
 from paged_kv.serve.openai_chat import read_chat
 from paged_kv.serve.served_model import ServedModel
 from support.served import served
@@ -159,7 +159,7 @@ def test_special_tokens_are_shown_where_a_model_s_marks_are_some():
     body = {"messages": [{"role": "user", "content": "x"}]}
     for skips in (True, False):
         model.chat.skip_special_tokens = skips
-        (job,) = read_chat(Fields(body), model).jobs
+        (job,) = read_chat(BodyFields(body), model).jobs
         assert job.sampling.skip_special_tokens == skips
 
 

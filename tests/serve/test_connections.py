@@ -12,7 +12,7 @@ import pytest
 from uvicorn import Config
 
 from paged_kv.serve import connections
-from paged_kv.serve.access_rules import Rules
+from paged_kv.serve.access_rules import AccessRules
 from paged_kv.serve.address import listening_sockets
 from paged_kv.serve.connections import HEAD_BYTES, GuardedServer
 
@@ -42,7 +42,7 @@ def server(monkeypatch):
     monkeypatch.setattr(connections, "WRITE_SECONDS", 0.5)
     (bound,) = listening_sockets("127.0.0.1", 0)
     config = Config(application, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
-    started = GuardedServer(Rules(max_connections=LIMIT), [bound], config)
+    started = GuardedServer(AccessRules(max_connections=LIMIT), [bound], config)
     thread = threading.Thread(target=lambda: asyncio.run(started.serve()))
     thread.start()
     end = time.monotonic() + WAIT

@@ -7,7 +7,7 @@ import pytest
 from paged_kv.checkpoint.source import open_source
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.serve.anthropic_messages import read_messages_request
-from paged_kv.serve.fields import Fields
+from paged_kv.serve.fields import BodyFields
 from paged_kv.serve.served_model import ServedModel
 from support.served import served
 from support.tool_chats import CALL, HERMES, SCHEMAS, THINKING, TOOLS, scripted
@@ -51,7 +51,7 @@ def test_results_come_before_the_text_beside_them():
     model = ServedModel(open_source(FOLDER), "demo", 2048, HERMES)
     result = {"type": "tool_result", "tool_use_id": "1", "content": "cold", "is_error": True}
     messages = [{"role": "user", "content": [{"type": "text", "text": "And now?"}, result]}]
-    (job,) = read_messages_request(Fields({"max_tokens": 1, "messages": messages}), model).jobs
+    (job,) = read_messages_request(BodyFields({"max_tokens": 1, "messages": messages}), model).jobs
     assert model.text(job.tokens) == "tool: Error: colduser: And now?assistant: "
 
 

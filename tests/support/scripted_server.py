@@ -18,7 +18,7 @@ from uvicorn import Config
 from paged_kv.checkpoint.source import open_source
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.engine.engine import Engine
-from paged_kv.serve.access_rules import Rules
+from paged_kv.serve.access_rules import AccessRules
 from paged_kv.serve.address import listening_sockets
 from paged_kv.serve.application import application
 from paged_kv.serve.backend import Job, Piece
@@ -156,7 +156,7 @@ class ScriptedServer(LocalBackend):
         """The port of loopback on which it answers."""
         (bound,) = listening_sockets("127.0.0.1", 0)
         config = Config(self.app, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
-        server = GuardedServer(Rules(max_body_bytes=16 * CONTEXT), [bound], config)
+        server = GuardedServer(AccessRules(max_body_bytes=16 * CONTEXT), [bound], config)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
         thread.start()
         try:

@@ -14,7 +14,7 @@ from paged_kv.engine.demo_model import FOLDER
 from paged_kv.engine.engine import Engine
 from paged_kv.engine.tokenizer import Tokenizer
 from paged_kv.serve.client_tools import TextInput
-from paged_kv.serve.fields import FieldError, Fields
+from paged_kv.serve.fields import BodyFields, FieldError
 from paged_kv.serve.ignored import Ignored, UnknownParts
 from paged_kv.serve.openai_chat import read_chat
 from paged_kv.serve.openai_responses import read_response
@@ -103,7 +103,7 @@ def test_calls_of_namespaces_do_not_meet():
 
 def prompt(read, fields):
     model = ServedModel(open_source(FOLDER), "demo", 4096, HERMES)
-    (job,) = read(Fields(fields, ignored=Ignored(UnknownParts())), model).jobs
+    (job,) = read(BodyFields(fields, ignored=Ignored(UnknownParts())), model).jobs
     return model.text(job.tokens), job.sampling.structured_output
 
 

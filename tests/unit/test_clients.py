@@ -11,7 +11,7 @@ from paged_kv.checkpoint.source import open_source
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.serve.application import application
 from paged_kv.serve.backend import Piece, Status
-from paged_kv.serve.fields import Fields
+from paged_kv.serve.fields import BodyFields
 from paged_kv.serve.metrics import Metrics
 from paged_kv.serve.openai_completions import read_completion
 from paged_kv.serve.routes import route_at
@@ -150,7 +150,7 @@ def test_what_may_fit_is_taken(http, monkeypatch):
 
 @pytest.mark.parametrize("seed", [-1, -(2**63)])
 def test_a_seed_below_0_is_a_random_one(seed):
-    seeds = {read_completion(Fields({"prompt": "x", "seed": seed}), MODEL).jobs[0].sampling.seed for _ in range(2)}
+    seeds = {read_completion(BodyFields({"prompt": "x", "seed": seed}), MODEL).jobs[0].sampling.seed for _ in range(2)}
     assert len(seeds) == 2
     assert min(seeds) >= 0
-    assert read_completion(Fields({"prompt": "x", "seed": 0}), MODEL).jobs[0].sampling.seed == 0
+    assert read_completion(BodyFields({"prompt": "x", "seed": 0}), MODEL).jobs[0].sampling.seed == 0

@@ -7,7 +7,7 @@ from paged_kv.engine.demo_model import FOLDER
 from paged_kv.errors import ContractError
 from paged_kv.serve.anthropic_messages import read_messages_request
 from paged_kv.serve.chat import CallArguments, CallStart, ChatFormat, Content, Reasoning
-from paged_kv.serve.fields import Fields
+from paged_kv.serve.fields import BodyFields
 from paged_kv.serve.openai_chat import read_chat
 from paged_kv.serve.served_model import ServedModel
 from paged_kv.structured_output import JsonSchema
@@ -107,7 +107,7 @@ def test_requests_that_go_on_with_a_message():
     asked = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "It is"}]
 
     def prompt(read, **fields):
-        (job,) = read(Fields({"max_tokens": 1, "messages": asked} | fields), model).jobs
+        (job,) = read(BodyFields({"max_tokens": 1, "messages": asked} | fields), model).jobs
         return model.text(job.tokens)
 
     begun, fresh = "user: xassistant: It is", "user: xassistant: It isassistant: "

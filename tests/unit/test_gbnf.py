@@ -4,7 +4,7 @@ import pytest
 
 from paged_kv.engine.demo import byte_tokenizer
 from paged_kv.errors import ContractError
-from paged_kv.serve.fields import Fields
+from paged_kv.serve.fields import BodyFields
 from paged_kv.serve.sampling import read_structure
 from paged_kv.structured_output import Grammar, StructureCompiler
 
@@ -107,4 +107,4 @@ def test_lark_stays_as_it_is():
 
 def test_every_field_of_a_grammar_takes_it():
     for fields in ({"grammar": JSON}, {"guided_grammar": JSON}, {"structured_outputs": {"grammar": JSON}}):
-        assert read_structure(Fields(fields)) == Grammar(JSON)
+        assert read_structure(BodyFields(fields)) == Grammar(JSON)

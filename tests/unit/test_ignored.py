@@ -7,7 +7,7 @@ import pytest
 
 from paged_kv.checkpoint.source import open_source
 from paged_kv.engine.demo_model import FOLDER
-from paged_kv.serve.fields import FieldError, Fields
+from paged_kv.serve.fields import BodyFields, FieldError
 from paged_kv.serve.ignored import Ignored, UnknownParts
 from paged_kv.serve.routes import route_at
 from paged_kv.serve.served_model import ServedModel
@@ -84,7 +84,7 @@ def model():
 
 
 def read(path, fields, ignored):
-    return route_at(path).reader(Fields(BODIES[path] | fields, ignored=ignored), model())
+    return route_at(path).reader(BodyFields(BODIES[path] | fields, ignored=ignored), model())
 
 
 def prompt(path, fields):

@@ -11,7 +11,7 @@ from paged_kv.engine.demo_model import FOLDER
 from paged_kv.serve.chat import ChatFormat
 from paged_kv.serve.chat.json_lark import in_json
 from paged_kv.serve.chat.syntaxes import Call
-from paged_kv.serve.fields import Fields
+from paged_kv.serve.fields import BodyFields
 from paged_kv.serve.ignored import Ignored, UnknownParts
 from paged_kv.serve.openai_responses import read_response
 from paged_kv.serve.served_model import ServedModel
@@ -79,7 +79,7 @@ def test_a_grammar_that_is_not_written_is_told_to_the_model_alone(part):
     form = {"type": "grammar", "syntax": "lark", "definition": lark}
     tools = [{"type": "custom", "name": "f", "format": form}]
     model = ServedModel(open_source(FOLDER), "demo", 4096, HERMES)
-    read_response(Fields({"input": "x", "tools": tools}, ignored=ignored), model)
+    read_response(BodyFields({"input": "x", "tools": tools}, ignored=ignored), model)
     assert ignored.paths == ["tools[0].format.definition"]
 
 
@@ -91,7 +91,7 @@ def test_a_grammar_is_told_to_the_model_alone_where_calls_are_no_json(name):
     ignored, model = Ignored(UnknownParts()), ServedModel(open_source(FOLDER), "demo", 4096, TEMPLATES[name])
     form = {"type": "grammar", "syntax": "lark", "definition": LINES}
     tools = [{"type": "custom", "name": "f", "format": form}, {"type": "custom", "name": "g"}]
-    (job,) = read_response(Fields({"input": "x", "tools": tools}, ignored=ignored), model).jobs
+    (job,) = read_response(BodyFields({"input": "x", "tools": tools}, ignored=ignored), model).jobs
     assert ignored.paths == ["tools[0].format.definition"]
     assert "%lark" not in job.sampling.structured_output.lark
 
@@ -102,7 +102,7 @@ def test_a_grammar_is_told_to_the_model_alone_where_calls_are_no_json(name):
 def test_a_format_that_cannot_be_compiled_is_told_to_the_model_alone(syntax, definition):
     ignored, model = Ignored(UnknownParts()), ServedModel(open_source(FOLDER), "demo", 4096, HERMES)
     tools = [{"type": "custom", "name": "f", "format": {"type": "grammar", "syntax": syntax, "definition": definition}}]
-    read_response(Fields({"input": "x", "tools": tools}, ignored=ignored), model)
+    read_response(BodyFields({"input": "x", "tools": tools}, ignored=ignored), model)
     assert ignored.paths == ["tools[0].format.definition"]
 
 

@@ -9,7 +9,7 @@ from paged_kv.engine.demo_model import FOLDER
 from paged_kv.engine.sampling import Logprobs
 from paged_kv.engine.stop_text import StopText
 from paged_kv.serve.backend import Piece
-from paged_kv.serve.fields import Fields
+from paged_kv.serve.fields import BodyFields
 from paged_kv.serve.openai_chat import read_chat
 from paged_kv.serve.openai_completions import read_completion
 from paged_kv.serve.served_model import ServedModel
@@ -39,7 +39,7 @@ def pieces(exchange, tokens, finish="stop"):
 def completed(tokens, **fields):
     """The whole answer's choice, and those of the events of the same answer in a stream."""
     body = {"prompt": "é x", "logprobs": 20, "max_tokens": 20} | fields
-    whole, stream = (read_completion(Fields(body | {"stream": each}), MODEL) for each in (False, True))
+    whole, stream = (read_completion(BodyFields(body | {"stream": each}), MODEL) for each in (False, True))
     events = [event for piece in pieces(stream, tokens) for event in stream.add(0, [piece])]
     for piece in pieces(whole, tokens):
         whole.add(0, [piece])
@@ -48,7 +48,7 @@ def completed(tokens, **fields):
 
 def test_tokens_of_a_chat_have_their_own_bytes_and_no_end_among_them():
     body = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 20}
-    exchange = read_chat(Fields(body), MODEL)
+    exchange = read_chat(BodyFields(body), MODEL)
     for piece in pieces(exchange, [*TOKENS, END]):
         exchange.add(0, [piece])
     (choice,) = exchange.whole()["choices"]
@@ -96,6 +96,6 @@ def test_a_stop_text_moves_no_place_behind_the_text():
 def test_tokens_of_one_text_have_a_key_each(monkeypatch):
     same = {7: b"x", 8: b"x", 9: b"y", 10: b"x"}
     monkeypatch.setattr(MODEL, "token_bytes", same.__getitem__)
-    exchange = read_completion(Fields({"prompt": "x", "logprobs": 3}), MODEL)
+    exchange = read_completion(BodyFields({"prompt": "x", "logprobs": 3}), MODEL)
     assert exchange._top(8, Logprobs(-2.0, {7: -1.0, 8: -2.0, 9: -3.0})) == {"token_id:7": -1.0, "x": -2.0, "y": -3.0}
     assert exchange._top(9, Logprobs(-3.0, {7: -1.0, 8: -2.0})) == {"x": -1.0, "token_id:8": -2.0, "y": -3.0}

@@ -8,14 +8,14 @@ import pytest
 
 from paged_kv.errors import ContractError
 from paged_kv.serve import middleware
-from paged_kv.serve.access_rules import LOOPBACK, Rules
+from paged_kv.serve.access_rules import LOOPBACK, AccessRules
 from paged_kv.serve.address import is_loopback, listening_sockets
 from paged_kv.serve.middleware import MAX_DEPTH, Middleware, depth
 from paged_kv.serve.origins import Origins
 from paged_kv.serve.settings import API_KEY, Settings
 
 KEY = "sk-secret"
-RULES = Rules(KEY, LOOPBACK | {"served.example"}, max_body_bytes=1000)
+RULES = AccessRules(KEY, LOOPBACK | {"served.example"}, max_body_bytes=1000)
 SHAPE = {"message", "type", "param", "code"}
 BODY = b'{"prompt": "x"}'
 

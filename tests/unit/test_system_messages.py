@@ -6,7 +6,7 @@ from paged_kv.checkpoint.source import open_source
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.serve.anthropic_messages import read_messages_request
 from paged_kv.serve.chat import ChatFormat
-from paged_kv.serve.fields import Fields
+from paged_kv.serve.fields import BodyFields
 from paged_kv.serve.openai_chat import read_chat
 from paged_kv.serve.openai_responses import read_response
 from paged_kv.serve.served_model import ServedModel
@@ -71,8 +71,8 @@ def test_instructions_and_lines_that_change_leave_one_prefix(name):
             (read_chat, {"messages": [{"role": "system", "content": line}, *brief, *messages("x")]}),
             (read_response, {"instructions": f"{line}\nBe brief.\nBe kind.", "input": "x"}),
         ):
-            (job,) = read(Fields(body), model).jobs
+            (job,) = read(BodyFields(body), model).jobs
             prompts.add(model.text(job.tokens).replace(".\n[", ".["))
     assert prompts == {"[system]Be brief.\nBe kind.[user]x"}
-    (job,) = read_response(Fields({"instructions": "s", "input": messages("t", "x")}), model).jobs
+    (job,) = read_response(BodyFields({"instructions": "s", "input": messages("t", "x")}), model).jobs
     assert model.text(job.tokens) == ("[system]s\n\nt[user]x" if name == "raises" else "[system]s[system]t[user]x")

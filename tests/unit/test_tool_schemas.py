@@ -17,7 +17,7 @@ from paged_kv.serve.chat.argument_checks import misfit
 from paged_kv.serve.chat.holding import hold
 from paged_kv.serve.chat.syntaxes import Call
 from paged_kv.serve.chat.tools import ToolSchemaError, read_tools
-from paged_kv.serve.fields import FieldError, Fields
+from paged_kv.serve.fields import BodyFields, FieldError
 from paged_kv.serve.openai_chat import _template_values
 from paged_kv.serve.sampling import read_structure
 from paged_kv.structured_output import JsonSchema, Regex, StructureCompiler
@@ -348,14 +348,14 @@ def test_a_schema_without_additional_properties_is_closed_in_tools_and_response_
         assert other is None or not closed.is_valid(other), schema
     asked = {"type": "json_schema", "json_schema": {"name": "n", "schema": of(type="object", properties=PAIR)}}
     for body in ({"response_format": asked}, {"guided_json": asked["json_schema"]["schema"]}):
-        schema = json.loads(read_structure(Fields(body)).schema)
+        schema = json.loads(read_structure(BodyFields(body)).schema)
         assert (schema["additionalProperties"], schema["properties"]["a"]["additionalProperties"]) == (False, False)
 
 
 def test_a_response_format_that_cannot_be_enforced_is_refused_by_its_field_and_pointer():
     path = "response_format.json_schema.schema"
     for name, (schema, _, pointer) in ODD.items():
-        body = Fields({"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}})
+        body = BodyFields({"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}})
         if not pointer:
             read_structure(body)
             continue
@@ -368,9 +368,9 @@ def test_a_response_format_that_cannot_be_enforced_is_refused_by_its_field_and_p
 @pytest.mark.parametrize("name", ["messages", "tools", "self", "add_generation_prompt"])
 def test_names_of_the_server_s_own_are_no_values_of_a_template(name):
     with pytest.raises(FieldError, match=f"chat_template_kwargs.{name}") as refused:
-        _template_values(Fields({name: []}, "chat_template_kwargs"))
+        _template_values(BodyFields({name: []}, "chat_template_kwargs"))
     assert refused.value.param == f"chat_template_kwargs.{name}"
-    assert _template_values(Fields({"enable_thinking": False})) == {"enable_thinking": False}
+    assert _template_values(BodyFields({"enable_thinking": False})) == {"enable_thinking": False}
 
 
 @pytest.mark.parametrize("template", [GENERIC, STRICT_ROLES])

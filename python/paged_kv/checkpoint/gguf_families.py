@@ -77,7 +77,7 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
     values: dict[str, Any] = {"architectures": [_ARCHITECTURES[family.name]], "hidden_act": "silu", **family.defaults}
     values |= _named_keys(metadata, family)
     values |= _drafting_layers(metadata, family)
-    heads = _Heads.of(metadata, family)
+    heads = _HeadSizes.of(metadata, family)
     values |= heads.keys
     windowed = _windowed_layers(metadata, family)
     values |= _windows(metadata, family, windowed)
@@ -94,7 +94,7 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
     return values | _special_tokens(header)
 
 
-class _Heads(NamedTuple):
+class _HeadSizes(NamedTuple):
     """Dimensions of a head, and those of them that are rotated; the same in layers with a window."""
 
     dim: int
@@ -103,7 +103,7 @@ class _Heads(NamedTuple):
     windowed_rotated: int
 
     @classmethod
-    def of(cls, metadata: Metadata, family: Gguf) -> _Heads:
+    def of(cls, metadata: Metadata, family: Gguf) -> _HeadSizes:
         default = metadata.integer("embedding_length") // metadata.integer("attention.head_count")
         dim = metadata.integer("attention.key_length", default=default)
         if metadata.integer("attention.value_length", default=default) != dim:
@@ -120,7 +120,7 @@ class _Heads(NamedTuple):
         part = {} if self.rotated == self.dim else {"partial_rotary_factor": (self.rotated + 0.5) / self.dim}
         return {"head_dim": self.dim, **part}  # readers of the factor take the integer below
 
-    def narrowed(self, metadata: Metadata) -> _Heads:
+    def narrowed(self, metadata: Metadata) -> _HeadSizes:
         """The heads of a family whose layers with a window have heads of their own."""
         dim = metadata.integer("attention.key_length_swa", default=self.dim)
         if metadata.integer("attention.value_length_swa", default=self.dim) != dim:
@@ -189,7 +189,7 @@ def _recurrence(metadata: Metadata, family: Gguf, values: Mapping[str, Any]) -> 
     }
 
 
-def _narrow_heads(metadata: Metadata, windowed: list[bool], heads: _Heads) -> dict[str, Any]:
+def _narrow_heads(metadata: Metadata, windowed: list[bool], heads: _HeadSizes) -> dict[str, Any]:
     """The heads of layers with a window and of the others."""
     full = next((layer for layer, has_window in enumerate(windowed) if not has_window), 0)
     return {
@@ -215,7 +215,7 @@ def _shown_by_tensors(header: GgufHeader) -> dict[str, Any]:
     }
 
 
-def _rotation(metadata: Metadata, family: Gguf, heads: _Heads, windowed: list[bool]) -> dict[str, Any]:
+def _rotation(metadata: Metadata, family: Gguf, heads: _HeadSizes, windowed: list[bool]) -> dict[str, Any]:
     theta = metadata.number("rope.freq_base", 10000.0)
     scaling = read_scaling(metadata, scaling_tensors(metadata.header), heads.rotated, theta)
     if not family.has_window_rope or not (any(windowed) or family.windowed is None):
@@ -230,7 +230,9 @@ def _rotation(metadata: Metadata, family: Gguf, heads: _Heads, windowed: list[bo
     }
 
 
-def _neutral(metadata: Metadata, family: Gguf, heads: _Heads, values: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+def _neutral(
+    metadata: Metadata, family: Gguf, heads: _HeadSizes, values: Mapping[str, Any]
+) -> dict[str, tuple[Any, ...]]:
     """The values without effect of keys whose effect depends on the rest of the file."""
     scale = values.get("query_pre_attn_scalar", heads.dim) ** -0.5
     unread = {"rope.freq_base_swa": (values["rope_theta"],), "attention.scale": (0, scale)}

@@ -13,7 +13,7 @@ LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 @dataclass(frozen=True)
-class Rules:
+class AccessRules:
     """The access rules of a server."""
 
     key: str | None = None

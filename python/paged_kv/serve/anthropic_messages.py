@@ -9,9 +9,9 @@ from typing import Any
 
 from paged_kv.arguments import shown
 from paged_kv.serve.backend import Job
-from paged_kv.serve.chat_request import Block, BlockExchange, Conversation, Message, chat_format
+from paged_kv.serve.chat_request import BlockExchange, ContentBlock, Conversation, Message, chat_format
 from paged_kv.serve.client_tools import ClientTools, read_function
-from paged_kv.serve.fields import Fields
+from paged_kv.serve.fields import BodyFields
 from paged_kv.serve.request_exchange import Event
 from paged_kv.serve.sampling import REFUSED, STRUCTURES, check_structure, read_schema
 from paged_kv.serve.served_model import ServedModel
@@ -21,7 +21,7 @@ _HARMLESS = ("metadata", "service_tier", "context_management", "betas", "cache_c
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def read_messages_request(body: Fields, model: ServedModel) -> Messages:
+def read_messages_request(body: BodyFields, model: ServedModel) -> Messages:
     """A request to /v1/messages.
 
     Raises:
@@ -40,7 +40,7 @@ def read_messages_request(body: Fields, model: ServedModel) -> Messages:
     return Messages(job, model, conversation.message(prompt), stream=stream)
 
 
-def count_tokens(body: Fields, model: ServedModel) -> dict[str, Any]:
+def count_tokens(body: BodyFields, model: ServedModel) -> dict[str, Any]:
     """A request to /v1/messages/count_tokens, and its answer. Raises as `read_messages_request`."""
     prompt = _conversation(body, model.check_name(body)).prompt()
     _structure(body)
@@ -49,7 +49,7 @@ def count_tokens(body: Fields, model: ServedModel) -> dict[str, Any]:
     return {"input_tokens": len(model.tokens("messages", prompt, is_template=True))}
 
 
-def _structure(body: Fields) -> Structure | None:
+def _structure(body: BodyFields) -> Structure | None:
     """Return what the text must be, by `output_config.format`, or `output_format` as it was called before."""
     config = body.object("output_config", None)
     named = [(config, "format")] * ("format" in config) + [(body, "output_format")] * ("output_format" in body)
@@ -69,7 +69,7 @@ def _structure(body: Fields) -> Structure | None:
     return structure
 
 
-def _conversation(body: Fields, model: ServedModel) -> Conversation:
+def _conversation(body: BodyFields, model: ServedModel) -> Conversation:
     """The conversation of a body, as OpenAI's API has it."""
     messages: list[dict[str, Any]] = []
     if "system" in body:
@@ -105,7 +105,7 @@ def _conversation(body: Fields, model: ServedModel) -> Conversation:
     )
 
 
-def _messages(entry: Fields) -> list[dict[str, Any]]:
+def _messages(entry: BodyFields) -> list[dict[str, Any]]:
     """The messages that one of Anthropic's is: each result of a tool is one of its own."""
     role = entry.choice("role", ("user", "assistant", "system"))
     if not isinstance(entry.any("content"), list):
@@ -150,7 +150,7 @@ _BLOCKS = {
 """Types of blocks that are read; others of the assistant, which are results of a server's tools, are left out."""
 
 
-def _add_tool(tools: ClientTools, tool: Fields) -> None:
+def _add_tool(tools: ClientTools, tool: BodyFields) -> None:
     """Adds a function; a tool that Anthropic's servers know, or run themselves, is left out."""
     if tool.text("type", "custom") != "custom":
         tool.leave_out(("custom",))
@@ -159,7 +159,7 @@ def _add_tool(tools: ClientTools, tool: Fields) -> None:
     tools.add(function, tool.path("input_schema"))
 
 
-def _choice(requested: Fields, names: Collection[str]) -> tuple[Any, bool]:
+def _choice(requested: BodyFields, names: Collection[str]) -> tuple[Any, bool]:
     """Return which of some tools are called, and whether several may be."""
     kind = requested.choice("type", (*_CHOICES, "tool"), "auto" if names else "none")
     parallel = not requested.flag("disable_parallel_tool_use", False)
@@ -184,15 +184,15 @@ class Messages(BlockExchange):
         message: dict[str, Any] = self._head | {"content": [], "stop_reason": None, "stop_sequence": None}
         return [{"type": "message_start", "message": message | {"usage": self._usage() | {"output_tokens": 0}}}]
 
-    def opened(self, block: Block) -> list[Event]:
-        empty = self._block(Block(block.kind, block.index, block.id, block.tool))
+    def opened(self, block: ContentBlock) -> list[Event]:
+        empty = self._block(ContentBlock(block.kind, block.index, block.id, block.tool))
         return [{"type": "content_block_start", "index": block.index, "content_block": empty}]
 
-    def grown(self, block: Block, text: str) -> list[Event]:
+    def grown(self, block: ContentBlock, text: str) -> list[Event]:
         kind, name = _DELTAS[block.kind]
         return [{"type": "content_block_delta", "index": block.index, "delta": {"type": kind, name: text}}]
 
-    def closed(self, block: Block) -> list[Event]:
+    def closed(self, block: ContentBlock) -> list[Event]:
         return [{"type": "content_block_stop", "index": block.index}]
 
     def end(self) -> list[Event]:
@@ -202,7 +202,7 @@ class Messages(BlockExchange):
         blocks = [self._block(block) for block in self.blocks]
         return self._head | {"content": blocks} | self._stop() | {"usage": self._usage()}
 
-    def _block(self, block: Block) -> dict[str, Any]:
+    def _block(self, block: ContentBlock) -> dict[str, Any]:
         if block.kind == "text":
             return {"type": "text", "text": block.text}
         if block.kind == "reasoning":

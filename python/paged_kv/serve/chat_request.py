@@ -16,7 +16,7 @@ from paged_kv.serve.backend import Job, Piece
 from paged_kv.serve.chat import CallStart, ChatFormat, Content, Delta, MessageParser, Reasoning
 from paged_kv.serve.chat.tools import ToolError
 from paged_kv.serve.client_tools import ClientTool, ToolCall, read_calls
-from paged_kv.serve.fields import FieldError, Fields
+from paged_kv.serve.fields import BodyFields, FieldError
 from paged_kv.serve.request_exchange import Event, Exchange
 from paged_kv.serve.sampling import read_max_tokens, read_sampling
 from paged_kv.serve.served_model import ServedModel
@@ -83,7 +83,7 @@ class Conversation:
 
     def job(
         self,
-        body: Fields,
+        body: BodyFields,
         model: ServedModel,
         answer: Structure | None,
         limits: tuple[str, ...],
@@ -101,7 +101,7 @@ class Conversation:
             limits: The fields of new tokens at most; what is left where none is there.
             name: The name of the field that holds the conversation.
             n: Samples.
-            options: Fields of `Sampling`.
+            options: BodyFields of `Sampling`.
 
         Raises:
             ContractError, ContractTypeError, CheckpointError, ToolchainError: a field cannot be taken.
@@ -176,7 +176,7 @@ class Message:
 
 
 @dataclass
-class Block:
+class ContentBlock:
     """A part of an answer: text, a thought, or a call."""
 
     kind: Literal["text", "reasoning", "call"]
@@ -202,19 +202,19 @@ class BlockExchange(Exchange):
     def __init__(self, job: Job, message: Message, *, stream: bool) -> None:
         super().__init__([job], stream=stream)
         self.message = message
-        self.blocks: list[Block] = []
+        self.blocks: list[ContentBlock] = []
         self._is_open = False
 
     @abstractmethod
-    def opened(self, block: Block) -> list[Event]:
+    def opened(self, block: ContentBlock) -> list[Event]:
         """The events of a block that begins."""
 
     @abstractmethod
-    def grown(self, block: Block, text: str) -> list[Event]:
+    def grown(self, block: ContentBlock, text: str) -> list[Event]:
         """The events of a block's further text."""
 
     @abstractmethod
-    def closed(self, block: Block) -> list[Event]:
+    def closed(self, block: ContentBlock) -> list[Event]:
         """The events of a block that is whole."""
 
     def take(self, job: int, sample: int, pieces: Sequence[Piece]) -> list[Event]:  # noqa: ARG002
@@ -222,16 +222,16 @@ class BlockExchange(Exchange):
         for delta in self.message.take(pieces):
             if isinstance(delta, CallStart):
                 tool = self.message.calls[delta.index].tool
-                events += self._open(Block("call", len(self.blocks), delta.id, tool))
+                events += self._open(ContentBlock("call", len(self.blocks), delta.id, tool))
                 continue
             kind: Any = {Content: "text", Reasoning: "reasoning"}.get(type(delta), "call")
             if not self._is_open or self.blocks[-1].kind != kind:
-                events += self._open(Block(kind, len(self.blocks)))
+                events += self._open(ContentBlock(kind, len(self.blocks)))
             self.blocks[-1].text += delta.text
             events += self.grown(self.blocks[-1], delta.text)
         return events + (self._close() if self.message.finish is not None else [])
 
-    def _open(self, block: Block) -> list[Event]:
+    def _open(self, block: ContentBlock) -> list[Event]:
         events = self._close()
         self.blocks.append(block)
         self._is_open = True

@@ -15,7 +15,7 @@ from typing import Any
 from paged_kv.arguments import printable, shown
 from paged_kv.serve.chat import CallArguments, CallStart, Delta
 from paged_kv.serve.chat.json_lark import in_json
-from paged_kv.serve.fields import Fields
+from paged_kv.serve.fields import BodyFields
 from paged_kv.structured_output import Grammar, JsonSchema, problem_of
 
 INPUT = "input"
@@ -82,7 +82,7 @@ def text_arguments(text: str) -> str:
     return json.dumps({INPUT: text}, ensure_ascii=False)
 
 
-def read_function(tool: Fields, schema: Fields, harmless: Collection[str]) -> dict[str, Any]:
+def read_function(tool: BodyFields, schema: BodyFields, harmless: Collection[str]) -> dict[str, Any]:
     """A function that may be called, whose fields are those of an object itself; `schema` is of its arguments."""
     function: dict[str, Any] = {"name": tool.text("name"), "parameters": schema.raw()}
     if "description" in tool:
@@ -95,7 +95,7 @@ def read_function(tool: Fields, schema: Fields, harmless: Collection[str]) -> di
 
 
 def read_text_tool(
-    tool: Fields, namespace: str | None = None, *, has_grammars: bool = True
+    tool: BodyFields, namespace: str | None = None, *, has_grammars: bool = True
 ) -> tuple[dict[str, Any], ClientTool]:
     """A tool whose input is a text, and its function. The text's `format` is enforced, and part of the description.
 
@@ -140,7 +140,7 @@ _CHOICES = ("none", "auto", "required")
 _KINDS = ("function", "custom")
 
 
-def read_choice(body: Fields, tools: ClientTools, *, nested: bool) -> Any:
+def read_choice(body: BodyFields, tools: ClientTools, *, nested: bool) -> Any:
     """OpenAI's `tool_choice`, as `ChatFormat` takes it.
 
     Args:
@@ -181,7 +181,7 @@ def read_choice(body: Fields, tools: ClientTools, *, nested: bool) -> Any:
     return choice
 
 
-def _named(entry: Fields, tools: ClientTools, nested: bool) -> str | None:
+def _named(entry: BodyFields, tools: ClientTools, nested: bool) -> str | None:
     """The function that an entry of `allowed_tools` names; None where its type is not offered here."""
     kind = str(entry.text("type"))
     if kind not in _KINDS:

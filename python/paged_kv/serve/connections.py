@@ -14,7 +14,7 @@ import h11
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from paged_kv.serve.access_rules import Rules
+from paged_kv.serve.access_rules import AccessRules
 from paged_kv.serve.error_forms import OPENAI
 from paged_kv.serve.middleware import LINGER_SECONDS, Middleware
 
@@ -36,7 +36,7 @@ class GuardedServer(Server):
         config: uvicorn's.
     """
 
-    def __init__(self, rules: Rules, sockets: Sequence[socket.socket], config: Config) -> None:
+    def __init__(self, rules: AccessRules, sockets: Sequence[socket.socket], config: Config) -> None:
         config.app = Middleware(config.app, rules)
         config.http = partial(GuardedConnection, rules.max_connections)
         config.ws = "none"

@@ -27,7 +27,7 @@ class FieldError(ContractError):
         self.param = param
 
 
-class Fields:
+class BodyFields:
     """The fields of one JSON object; null is as if a field were missing.
 
     Args:
@@ -87,14 +87,14 @@ class Fields:
         """One of some strings."""
         return self._typed(name, default, f"one of {', '.join(choices)}", lambda value: value in tuple(choices))
 
-    def object(self, name: str, default: Any = _MISSING) -> Fields:
+    def object(self, name: str, default: Any = _MISSING) -> BodyFields:
         """An object; an empty one where it may be missing."""
-        return Fields(self.any(name, {} if default is None else default), self.path(name), self._ignored)
+        return BodyFields(self.any(name, {} if default is None else default), self.path(name), self._ignored)
 
-    def objects(self, name: str) -> list[Fields]:
+    def objects(self, name: str) -> list[BodyFields]:
         """A list of objects, empty where it is missing."""
         entries = self._typed(name, [], "a list", lambda value: isinstance(value, list))
-        return [Fields(each, f"{self.path(name)}[{index}]", self._ignored) for index, each in enumerate(entries)]
+        return [BodyFields(each, f"{self.path(name)}[{index}]", self._ignored) for index, each in enumerate(entries)]
 
     def texts(
         self,
@@ -108,7 +108,7 @@ class Fields:
         Args:
             name: The field.
             kinds: The types of parts that are read.
-            harmless: Fields of parts that change nothing.
+            harmless: BodyFields of parts that change nothing.
             others: What becomes of parts of other types.
         """
         if not isinstance(self.any(name), list):
@@ -190,14 +190,14 @@ def _is_text(value: Any) -> bool:
         return False
 
 
-def parse(body: bytes, ignored: Ignored | None = None) -> Fields:
+def parse(body: bytes, ignored: Ignored | None = None) -> BodyFields:
     """The fields of a body; `ignored` collects unknown ones.
 
     Raises:
         ContractError: it is not JSON, or not an object.
     """
     try:
-        return Fields(json.loads(body), ignored=ignored)
+        return BodyFields(json.loads(body), ignored=ignored)
     except (ValueError, RecursionError) as error:
         if isinstance(error, FieldError):
             raise

@@ -21,7 +21,7 @@ from paged_kv.errors import ContractError
 from paged_kv.files import read_regular
 from paged_kv.output import say
 from paged_kv.runtime.threads import allowed_cpus, pool_threads
-from paged_kv.serve.access_rules import Rules
+from paged_kv.serve.access_rules import AccessRules
 from paged_kv.serve.address import listening_sockets, url_of
 from paged_kv.serve.application import application
 from paged_kv.serve.connections import GuardedServer
@@ -108,7 +108,9 @@ def described(setup: EngineSetup, model: ServedModel) -> list[str]:
     ]
 
 
-def listen(app: Any, rules: Rules, sockets: Sequence[socket.socket], settings: Settings, model: ServedModel) -> None:
+def listen(
+    app: Any, rules: AccessRules, sockets: Sequence[socket.socket], settings: Settings, model: ServedModel
+) -> None:
     """Runs the application until a signal ends it. Raises OSError where stdout cannot be written."""
     config = Config(
         app,
@@ -128,7 +130,7 @@ def listen(app: Any, rules: Rules, sockets: Sequence[socket.socket], settings: S
 class _Announced(GuardedServer):
     """Prints some lines when it answers. A server that cannot say that it is ready ends."""
 
-    def __init__(self, rules: Rules, sockets: Sequence[socket.socket], config: Config, lines: str) -> None:
+    def __init__(self, rules: AccessRules, sockets: Sequence[socket.socket], config: Config, lines: str) -> None:
         super().__init__(rules, sockets, config)
         self._lines = lines
         self.error: OSError | None = None

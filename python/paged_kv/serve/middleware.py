@@ -30,7 +30,7 @@ import numpy as np
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paged_kv.serve.access_rules import Rules, host_name
+from paged_kv.serve.access_rules import AccessRules, host_name
 from paged_kv.serve.error_forms import ErrorForm
 from paged_kv.serve.routes import error_form, route_at
 
@@ -73,7 +73,7 @@ def depth(body: bytes) -> int:
 class Middleware:
     """An ASGI application around another one."""
 
-    def __init__(self, application: ASGIApp, rules: Rules) -> None:
+    def __init__(self, application: ASGIApp, rules: AccessRules) -> None:
         self._application = application
         self._rules = rules
         self._key = None if rules.key is None else sha256(rules.key.encode()).digest()

@@ -11,7 +11,7 @@ from paged_kv.serve.backend import Job, Piece
 from paged_kv.serve.chat import CallStart, ChatFormat, Content, Delta, Reasoning
 from paged_kv.serve.chat_request import Conversation, Message, chat_format
 from paged_kv.serve.client_tools import ClientTools, ToolCall, read_choice, read_text_tool, text_arguments
-from paged_kv.serve.fields import Fields, OtherParts
+from paged_kv.serve.fields import BodyFields, OtherParts
 from paged_kv.serve.openai_completions import MOST_SAMPLES
 from paged_kv.serve.request_exchange import ChoicesExchange, Event, Exchange, Wishes
 from paged_kv.serve.sampling import MOST_LOGPROBS, REFUSED, read_structure
@@ -34,7 +34,7 @@ _OTHERS: dict[str, OtherParts] = {"tool": "name", "assistant": "drop"}
 """The fate of parts that are no texts; in other messages they are refused."""
 
 
-def read_chat(body: Fields, model: ServedModel) -> Exchange:
+def read_chat(body: BodyFields, model: ServedModel) -> Exchange:
     """A request to /v1/chat/completions.
 
     Raises:
@@ -66,7 +66,7 @@ def read_chat(body: Fields, model: ServedModel) -> Exchange:
     return ChatCompletions(job, model, wishes, [conversation.message(prompt) for _ in range(n)])
 
 
-def read_conversation(body: Fields, model: ServedModel) -> Conversation:
+def read_conversation(body: BodyFields, model: ServedModel) -> Conversation:
     """The messages and tools of a body, in OpenAI's words.
 
     Raises:
@@ -99,7 +99,7 @@ def read_conversation(body: Fields, model: ServedModel) -> Conversation:
     )
 
 
-def _tools(body: Fields, chat: ChatFormat) -> ClientTools:
+def _tools(body: BodyFields, chat: ChatFormat) -> ClientTools:
     tools = ClientTools()
     for tool in body.objects("tools"):
         kind = tool.text("type", "function")
@@ -114,7 +114,7 @@ def _tools(body: Fields, chat: ChatFormat) -> ClientTools:
     return tools
 
 
-def _template_values(values: Fields) -> dict[str, Any]:
+def _template_values(values: BodyFields) -> dict[str, Any]:
     """Further values for the template, other than those that a request has fields for."""
     for name in _OWN_VALUES:
         if name in values:
@@ -122,7 +122,7 @@ def _template_values(values: Fields) -> dict[str, Any]:
     return dict(values.raw())
 
 
-def _message(entry: Fields) -> dict[str, Any]:
+def _message(entry: BodyFields) -> dict[str, Any]:
     """A message, each field of which has its type; `ChatFormat.render` makes it what the template takes."""
     role = entry.choice("role", _ROLES)
     message: dict[str, Any] = {"role": role}
@@ -145,7 +145,7 @@ def _message(entry: Fields) -> dict[str, Any]:
     return message
 
 
-def _call(call: Fields) -> dict[str, Any]:
+def _call(call: BodyFields) -> dict[str, Any]:
     kind = call.choice("type", ("function", "custom"), "function")
     inner = call.object(str(kind))
     arguments = inner.any("arguments", "{}") if kind == "function" else text_arguments(str(inner.text("input")))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from paged_kv.engine.sampling import Logprobs
 from paged_kv.engine.tokenizer import StreamDecoder
 from paged_kv.serve.backend import Job, Piece
-from paged_kv.serve.fields import Fields
+from paged_kv.serve.fields import BodyFields
 from paged_kv.serve.request_exchange import ChoicesExchange, Event, Exchange, Wishes
 from paged_kv.serve.sampling import MOST_LOGPROBS, REFUSED, read_max_tokens, read_sampling, read_structure
 from paged_kv.serve.served_model import ServedModel
@@ -22,7 +22,7 @@ _BYTES = "bytes:"
 """Precedes a token that is a part of a character, as OpenAI writes it."""
 
 
-def read_completion(body: Fields, model: ServedModel) -> Exchange:
+def read_completion(body: BodyFields, model: ServedModel) -> Exchange:
     """A request to /v1/completions.
 
     Raises:
@@ -64,7 +64,7 @@ def read_completion(body: Fields, model: ServedModel) -> Exchange:
     )
 
 
-def _prompts(body: Fields) -> list[tuple[str, Any]]:
+def _prompts(body: BodyFields) -> list[tuple[str, Any]]:
     """The prompts, each with its name in errors."""
     prompt = body.any("prompt")
     if isinstance(prompt, list) and prompt and all(isinstance(each, str | list) for each in prompt):

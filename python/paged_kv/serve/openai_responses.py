@@ -9,7 +9,7 @@ from typing import Any
 from paged_kv.serve.backend import Job
 from paged_kv.serve.chat import ChatFormat
 from paged_kv.serve.chat.tools import is_function_name
-from paged_kv.serve.chat_request import Block, BlockExchange, Conversation, Message, chat_format
+from paged_kv.serve.chat_request import BlockExchange, ContentBlock, Conversation, Message, chat_format
 from paged_kv.serve.client_tools import (
     ClientTool,
     ClientTools,
@@ -19,7 +19,7 @@ from paged_kv.serve.client_tools import (
     read_text_tool,
     text_arguments,
 )
-from paged_kv.serve.fields import Fields
+from paged_kv.serve.fields import BodyFields
 from paged_kv.serve.request_exchange import Event
 from paged_kv.serve.sampling import REFUSED, STRUCTURES, check_structure, read_schema
 from paged_kv.serve.served_model import ServedModel
@@ -37,7 +37,7 @@ _OF_TEXTS = ("annotations", "logprobs")
 _REASONING = ("reasoning_text", "summary_text", "text")
 
 
-def read_response(body: Fields, model: ServedModel) -> Responses:
+def read_response(body: BodyFields, model: ServedModel) -> Responses:
     """A request to /v1/responses.
 
     Raises:
@@ -56,7 +56,7 @@ def read_response(body: Fields, model: ServedModel) -> Responses:
     return Responses(job, model, conversation.message(prompt), echoed, stream=stream)
 
 
-def count_input_tokens(body: Fields, model: ServedModel) -> dict[str, Any]:
+def count_input_tokens(body: BodyFields, model: ServedModel) -> dict[str, Any]:
     """A request to /v1/responses/input_tokens, and its answer. Raises as `read_response`."""
     model = model.check_name(body)
     _refuse(body)
@@ -67,7 +67,7 @@ def count_input_tokens(body: Fields, model: ServedModel) -> dict[str, Any]:
     return {"object": "response.input_tokens", "input_tokens": len(tokens)}
 
 
-def _refuse(body: Fields) -> None:
+def _refuse(body: BodyFields) -> None:
     for name in (*_REFUSED, *REFUSED, *STRUCTURES):
         body.refuse(name)
     body.refuse("truncation", ("disabled",))
@@ -87,7 +87,7 @@ _ECHOED: dict[str, Any] = {
 """Fields of a request that its answer repeats, and their defaults."""
 
 
-def _conversation(body: Fields, model: ServedModel) -> Conversation:
+def _conversation(body: BodyFields, model: ServedModel) -> Conversation:
     """The conversation of a body, as /v1/chat/completions has it."""
     messages: list[dict[str, Any]] = []
     if "instructions" in body:
@@ -112,7 +112,7 @@ def _conversation(body: Fields, model: ServedModel) -> Conversation:
     return Conversation(chat, messages, functions, choice, parallel, template, clients, tools.schema_paths)
 
 
-def _add_item(messages: list[dict[str, Any]], item: Fields) -> None:
+def _add_item(messages: list[dict[str, Any]], item: BodyFields) -> None:
     """Adds an item of the input. Thoughts, texts and calls that follow each other are one message of the assistant."""
     kind = str(item.text("type", "message"))
     if kind == "item_reference":
@@ -150,7 +150,7 @@ def _add_item(messages: list[dict[str, Any]], item: Fields) -> None:
     item.end()
 
 
-def _add_tool(tools: ClientTools, entry: Fields, chat: ChatFormat, namespace: str | None = None) -> None:
+def _add_tool(tools: ClientTools, entry: BodyFields, chat: ChatFormat, namespace: str | None = None) -> None:
     """Adds a tool, or those of a namespace; one that cannot be offered is left out."""
     kind = entry.text("type")
     if kind == "namespace" and namespace is None:
@@ -180,7 +180,7 @@ def _add_tool(tools: ClientTools, entry: Fields, chat: ChatFormat, namespace: st
     tools.add(tool, path, client)
 
 
-def _structure(body: Fields) -> Structure | None:
+def _structure(body: BodyFields) -> Structure | None:
     """Return what the text must be, by `text.format`."""
     text = body.object("text", None)
     form = text.object("format", None)
@@ -220,7 +220,7 @@ class Responses(BlockExchange):
         kinds = ("response.created", "response.in_progress")
         return [{"type": kind, "sequence_number": at, "response": response} for at, kind in enumerate(kinds)]
 
-    def opened(self, block: Block) -> list[Event]:
+    def opened(self, block: ContentBlock) -> list[Event]:
         self._ids.append(_new_id(block))
         item = self._item(block, "in_progress")
         events = [
@@ -230,10 +230,10 @@ class Responses(BlockExchange):
             events.append(self._event("content_part.added", block, content_index=0, part=_part(block)))
         return events
 
-    def grown(self, block: Block, text: str) -> list[Event]:
+    def grown(self, block: ContentBlock, text: str) -> list[Event]:
         return [self._event(f"{_NAMES[_kind(block)]}.delta", block, delta=text, **_place(block))]
 
-    def closed(self, block: Block) -> list[Event]:
+    def closed(self, block: ContentBlock) -> list[Event]:
         whole = {_TEXTS.get(_kind(block), "text"): block.text}
         whole |= {"name": block.tool.name} if _kind(block) == "call" else {}
         events = [self._event(f"{_NAMES[_kind(block)]}.done", block, **whole, **_place(block))]
@@ -265,11 +265,11 @@ class Responses(BlockExchange):
             },
         }
 
-    def _status(self, block: Block) -> str:
+    def _status(self, block: ContentBlock) -> str:
         is_cut = self.message.finish == "length" and block is self.blocks[-1]
         return "incomplete" if is_cut else "completed"
 
-    def _item(self, block: Block, status: str) -> dict[str, Any]:
+    def _item(self, block: ContentBlock, status: str) -> dict[str, Any]:
         item: dict[str, Any] = {"id": self._ids[block.index], "status": status}
         if block.kind == "call":
             kind = "custom_tool_call" if block.tool.is_text else "function_call"
@@ -280,7 +280,7 @@ class Responses(BlockExchange):
             return item | {"type": "reasoning", "summary": [], "content": content}
         return item | {"type": "message", "role": "assistant", "content": [_part(block)]}
 
-    def _event(self, kind: str, block: Block, **values: Any) -> Event:
+    def _event(self, kind: str, block: ContentBlock, **values: Any) -> Event:
         place = {"output_index": block.index} | ({} if "item" in values else {"item_id": self._ids[block.index]})
         return {"type": f"response.{kind}", "sequence_number": self._next(), **place, **values}
 
@@ -300,18 +300,18 @@ _TEXTS = {"call": "arguments", "text call": "input"}
 """The fields of calls that have their texts."""
 
 
-def _kind(block: Block) -> str:
+def _kind(block: ContentBlock) -> str:
     return "text call" if block.tool.is_text else block.kind
 
 
-def _new_id(block: Block) -> str:
+def _new_id(block: ContentBlock) -> str:
     return f"{_PREFIXES[_kind(block)]}_{secrets.token_hex(12)}"
 
 
-def _part(block: Block) -> dict[str, Any]:
+def _part(block: ContentBlock) -> dict[str, Any]:
     return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
 
 
-def _place(block: Block) -> dict[str, Any]:
+def _place(block: ContentBlock) -> dict[str, Any]:
     """Return where in an item a text is."""
     return {} if block.kind == "call" else {"content_index": 0} | ({"logprobs": []} if block.kind == "text" else {})

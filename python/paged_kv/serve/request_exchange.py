@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from paged_kv.serve.backend import Job, Piece
-from paged_kv.serve.fields import Fields
+from paged_kv.serve.fields import BodyFields
 from paged_kv.serve.served_model import ServedModel
 
 Event = dict[str, Any]
@@ -89,7 +89,7 @@ class Wishes:
     """True if the answer has the ids of its tokens."""
 
     @staticmethod
-    def read(body: Fields) -> Wishes:
+    def read(body: BodyFields) -> Wishes:
         """By `stream`, `stream_options`, which only a stream has, and `return_token_ids`. Raises FieldError."""
         stream, tokens = body.flag("stream", False), body.flag("return_token_ids", False)
         if "stream_options" not in body:

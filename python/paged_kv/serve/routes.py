@@ -14,7 +14,7 @@ from paged_kv.serve import server_state
 from paged_kv.serve.access_rules import Access
 from paged_kv.serve.anthropic_messages import count_tokens, read_messages_request
 from paged_kv.serve.error_forms import ANTHROPIC, ANTHROPIC_VERSION, OPENAI, RESPONSES, ErrorForm
-from paged_kv.serve.fields import Fields
+from paged_kv.serve.fields import BodyFields
 from paged_kv.serve.openai_chat import read_chat
 from paged_kv.serve.openai_completions import read_completion
 from paged_kv.serve.openai_responses import count_input_tokens, read_response
@@ -22,7 +22,7 @@ from paged_kv.serve.request_exchange import Exchange
 from paged_kv.serve.served_model import ServedModel
 from paged_kv.serve.tokenization import detokenize, tokenize
 
-Reader: TypeAlias = Callable[[Fields, ServedModel], Exchange | dict[str, Any]]
+Reader: TypeAlias = Callable[[BodyFields, ServedModel], Exchange | dict[str, Any]]
 Answer: TypeAlias = Callable[[server_state.ServerState, Request], Awaitable[Response]]
 
 

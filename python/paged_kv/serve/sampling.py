@@ -11,7 +11,7 @@ from paged_kv.arguments import shown
 from paged_kv.engine.sampling import SERVED, Sampling
 from paged_kv.errors import ContractError
 from paged_kv.json_schemas import close
-from paged_kv.serve.fields import FieldError, Fields
+from paged_kv.serve.fields import BodyFields, FieldError
 from paged_kv.serve.served_model import ServedModel
 from paged_kv.structured_output import Grammar, JsonSchema, Regex, Structure, problem_of
 
@@ -39,7 +39,7 @@ STRUCTURES = ("response_format", "structured_outputs", *_GUIDED)
 """The fields of `read_structure`: routes with fields of their own for it refuse these."""
 
 
-def read_sampling(body: Fields, model: ServedModel, max_tokens: int, **options: Any) -> Sampling:
+def read_sampling(body: BodyFields, model: ServedModel, max_tokens: int, **options: Any) -> Sampling:
     """Return how the tokens of a request are chosen. Without a seed, or with one below 0, it gets
     a random one, so that it can be computed again.
 
@@ -47,7 +47,7 @@ def read_sampling(body: Fields, model: ServedModel, max_tokens: int, **options: 
         body: The body of the request; the model says what it leaves out.
         model: Whose tokens they are.
         max_tokens: New tokens at most.
-        options: Fields of `Sampling` that the route has read itself.
+        options: BodyFields of `Sampling` that the route has read itself.
 
     Raises:
         ContractError, ContractTypeError: a value has the wrong type or is out of range.
@@ -69,7 +69,7 @@ def read_sampling(body: Fields, model: ServedModel, max_tokens: int, **options: 
     return sampling
 
 
-def read_structure(body: Fields) -> Structure | None:
+def read_structure(body: BodyFields) -> Structure | None:
     """Return what the text must be, by `response_format`, `structured_outputs` or vLLM's older names.
 
     Raises:
@@ -106,7 +106,7 @@ def read_structure(body: Fields) -> Structure | None:
     return next(iter(structures.values()), None)
 
 
-def read_schema(holder: Fields, name: str, default: Any = None) -> JsonSchema:
+def read_schema(holder: BodyFields, name: str, default: Any = None) -> JsonSchema:
     """A field that is a schema of an answer: objects have the properties that it names and no others, unless it says
     which. Raises as `read_structure`.
     """
@@ -122,7 +122,7 @@ def check_structure(name: str, structure: Structure) -> None:
         raise FieldError(name, f"cannot be enforced: {problem}")
 
 
-def read_max_tokens(body: Fields, names: tuple[str, ...], default: int, minimum: int, left: int) -> int:
+def read_max_tokens(body: BodyFields, names: tuple[str, ...], default: int, minimum: int, left: int) -> int:
     """New tokens at most, by the first field that is there, and no more than fit behind the prompt.
 
     Raises:
@@ -132,7 +132,7 @@ def read_max_tokens(body: Fields, names: tuple[str, ...], default: int, minimum:
     return min(next((value for value in requested if value is not None), default), left)
 
 
-def _structure(body: Fields, name: str, kind: str) -> Structure:
+def _structure(body: BodyFields, name: str, kind: str) -> Structure:
     if kind == "json":
         return read_schema(body, name)
     if kind == "choice":

@@ -15,7 +15,7 @@ from paged_kv.arguments import printable, shown
 from paged_kv.checkpoint.source import Source
 from paged_kv.engine.requests import check_prompt
 from paged_kv.engine.tokenizer import Tokenizer
-from paged_kv.serve.fields import FieldError, Fields
+from paged_kv.serve.fields import BodyFields, FieldError
 
 if TYPE_CHECKING:
     from paged_kv.serve.chat import ChatFormat
@@ -63,7 +63,7 @@ class ServedModel:
         name: By which clients ask for it.
         most_tokens: The largest number of tokens of a request, its prompt included.
         template: A chat template in place of the checkpoint's.
-        sampling: Fields of `Sampling` that requests have which leave them out.
+        sampling: BodyFields of `Sampling` that requests have which leave them out.
         aliases: Further names of it.
         most_samples: The largest number of samples of a request; None for any.
 
@@ -98,7 +98,7 @@ class ServedModel:
         self.token_bytes = lru_cache(4096)(self.tokenizer.token_bytes)
         """The bytes of a token inside a text, of special tokens too."""
 
-    def check_name(self, body: Fields) -> ServedModel:
+    def check_name(self, body: BodyFields) -> ServedModel:
         """The model by the name that a body asks for, which answers repeat. Raises UnknownModel where it has none."""
         return self.named(str(body.text("model", self.name)))
 

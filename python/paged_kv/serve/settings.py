@@ -11,7 +11,7 @@ from paged_kv.arguments import integer
 from paged_kv.errors import ContractError
 from paged_kv.kv_formats import KVFormat
 from paged_kv.options import CacheRotation
-from paged_kv.serve.access_rules import LOOPBACK, Access, Rules, host_name
+from paged_kv.serve.access_rules import LOOPBACK, Access, AccessRules, host_name
 from paged_kv.serve.address import is_loopback
 from paged_kv.serve.origins import Origins, read_origin
 
@@ -87,7 +87,7 @@ class Settings:
         if self.profile and self.speculate is not None:
             raise ContractError("--profile: not supported with --speculate, whose steps are of other kinds")
 
-    def rules(self, max_length: int) -> Rules:
+    def rules(self, max_length: int) -> AccessRules:
         """Return who may ask this server, and how much at once.
 
         Args:
@@ -106,8 +106,8 @@ class Settings:
         size = self.max_body_bytes or max(MIN_BODY_BYTES, BODY_BYTES_PER_TOKEN * max_length)
         origins = Origins(frozenset(map(read_origin, self.allowed_origins)), frozenset(hosts))
         options: tuple[tuple[Access, bool], ...] = (("metrics", self.metrics), ("profile", self.profile))
-        access = Rules.access | {name for name, is_set in options if is_set}
-        return Rules(key, LOOPBACK | hosts | {self.host.lower()}, access, size, self.max_connections, origins)
+        access = AccessRules.access | {name for name, is_set in options if is_set}
+        return AccessRules(key, LOOPBACK | hosts | {self.host.lower()}, access, size, self.max_connections, origins)
 
     def _key(self) -> str | None:
         """The key that clients must send.

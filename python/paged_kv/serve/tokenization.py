@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from paged_kv.arguments import shown
-from paged_kv.serve.fields import Fields
+from paged_kv.serve.fields import BodyFields
 from paged_kv.serve.openai_chat import read_conversation
 from paged_kv.serve.served_model import ServedModel
 
 
-def tokenize(body: Fields, model: ServedModel) -> dict[str, Any]:
+def tokenize(body: BodyFields, model: ServedModel) -> dict[str, Any]:
     """A request to /tokenize, of a text or a conversation, and its answer. Raises as `read_chat`."""
     model.check_name(body)
     is_chat = "messages" in body
@@ -27,7 +27,7 @@ def tokenize(body: Fields, model: ServedModel) -> dict[str, Any]:
     return {"count": len(tokens), "max_model_len": model.most_tokens, "tokens": list(tokens), "token_strs": names}
 
 
-def detokenize(body: Fields, model: ServedModel) -> dict[str, Any]:
+def detokenize(body: BodyFields, model: ServedModel) -> dict[str, Any]:
     """A request to /detokenize, and its answer. Raises as `read_chat`."""
     model.check_name(body)
     tokens = body.any("tokens")
