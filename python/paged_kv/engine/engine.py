@@ -34,10 +34,10 @@ from paged_kv.engine.requests import (
     check_prompt,
     most_tokens,
 )
-from paged_kv.engine.resources import Batch, HybridPages, Pages, Resource, SharedPages
+from paged_kv.engine.resources import Batch, HybridPages, RequestPages, Resource, SharedPages
 from paged_kv.engine.sampling import Choice, Sampling, choose, logprobs_of
 from paged_kv.engine.speculation import DraftModel, NoSpeculation, Speculation
-from paged_kv.engine.states import SharedStates, States
+from paged_kv.engine.states import RequestStates, SharedStates
 from paged_kv.engine.stop_text import StopText
 from paged_kv.engine.windows import Windows
 from paged_kv.errors import ContractError, ContractTypeError, PagedKVError, PoolExhausted, RequestError
@@ -468,7 +468,7 @@ class Engine:
 
 def resources_of(
     model: EngineModel, pool: PagePool, window_pool: PagePool | None, disk: DiskPages | None, share_prefixes: bool
-) -> tuple[Pages, list[Resource]]:
+) -> tuple[RequestPages, list[Resource]]:
     """The memory that samples of a model have: their pages, and what comes after these."""
     config, resources = model.config, list[Resource]()
     windows = None
@@ -479,8 +479,8 @@ def resources_of(
     window_left = config.longest_window if has_windows_alone else None
     if not share_prefixes:
         if model.num_states:
-            resources.append(States(pool))
-        return Pages(pool, model.copy_page, window_left), resources + ([] if windows is None else [windows])
+            resources.append(RequestStates(pool))
+        return RequestPages(pool, model.copy_page, window_left), resources + ([] if windows is None else [windows])
     prefixes = PrefixCache(pool, windows=None if windows is None else windows.windows)
     pages = (HybridPages if model.num_states else SharedPages)(prefixes, model.copy_page, window_left)
     if model.num_states:

@@ -84,7 +84,7 @@ class Resource:
         """Takes all back, if the sample has any."""
 
 
-class Pages(Resource):
+class RequestPages(Resource):
     """Pages that prompts do not share.
 
     Args:
@@ -135,8 +135,8 @@ class Pages(Resource):
             self.pool.free(sample.key)
 
 
-class SharedPages(Pages):
-    """Pages that prompts share which begin alike. Arguments as of `Pages`, and the prefix cache of its pool."""
+class SharedPages(RequestPages):
+    """Pages that prompts share which begin alike. Arguments as of `RequestPages`, and the prefix cache of its pool."""
 
     def __init__(
         self, prefixes: PrefixCache, copy_page: Callable[[int, int], None], window_left: int | None = None

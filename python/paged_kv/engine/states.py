@@ -20,7 +20,7 @@ from paged_kv.engine.resources import Batch, Resource, StepMemory
 from paged_kv.pool import PagePool, PrefixCache
 
 
-class States(Resource):
+class RequestStates(Resource):
     """The slots of samples whose prompts share nothing. `pool` has pages and slots."""
 
     def __init__(self, pool: PagePool) -> None:
@@ -67,7 +67,7 @@ class States(Resource):
         return []
 
 
-class SharedStates(States):
+class SharedStates(RequestStates):
     """The slots of samples whose prompts share pages up to checkpoints of the prefix cache."""
 
     def __init__(self, prefixes: PrefixCache) -> None:

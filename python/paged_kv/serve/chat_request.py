@@ -101,7 +101,7 @@ class Conversation:
             limits: The fields of new tokens at most; what is left where none is there.
             name: The name of the field that holds the conversation.
             n: Samples.
-            options: BodyFields of `Sampling`.
+            options: fields of `Sampling`.
 
         Raises:
             ContractError, ContractTypeError, CheckpointError, ToolchainError: a field cannot be taken.

@@ -108,7 +108,7 @@ class BodyFields:
         Args:
             name: The field.
             kinds: The types of parts that are read.
-            harmless: BodyFields of parts that change nothing.
+            harmless: fields of parts that change nothing.
             others: What becomes of parts of other types.
         """
         if not isinstance(self.any(name), list):

@@ -47,7 +47,7 @@ def read_sampling(body: BodyFields, model: ServedModel, max_tokens: int, **optio
         body: The body of the request; the model says what it leaves out.
         model: Whose tokens they are.
         max_tokens: New tokens at most.
-        options: BodyFields of `Sampling` that the route has read itself.
+        options: fields of `Sampling` that the route has read itself.
 
     Raises:
         ContractError, ContractTypeError: a value has the wrong type or is out of range.

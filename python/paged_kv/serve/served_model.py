@@ -63,7 +63,7 @@ class ServedModel:
         name: By which clients ask for it.
         most_tokens: The largest number of tokens of a request, its prompt included.
         template: A chat template in place of the checkpoint's.
-        sampling: BodyFields of `Sampling` that requests have which leave them out.
+        sampling: fields of `Sampling` that requests have which leave them out.
         aliases: Further names of it.
         most_samples: The largest number of samples of a request; None for any.
 
