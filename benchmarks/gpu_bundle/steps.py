@@ -15,11 +15,7 @@ CPU_TARGET = "haswell"
 """The CPU target of the bundle's host code; the host's CPU needs AVX2, and may be older than the one it was
 compiled on. Every process sets it before MAX is used, so that the artefacts' keys are the host's."""
 ARCHITECTURE = "sm_90a"
-PROGRAMS = {
-    "wgmma_probe": "wgmma_probe.mojo",
-    "tensor_map": "compile_tensor_map.mojo",
-    "hopper": "compile_hopper_kernel.mojo",
-}
+PROGRAMS = {"tensor_map": "compile_tensor_map.mojo"}
 """Mojo programs of tests/mojo that the host runs as they are built here."""
 BOTH = ("gpu", "cpu")
 _MODULE = "benchmarks"
@@ -62,7 +58,7 @@ def _program(name: str) -> tuple[str, ...]:
 
 OP_TESTS = "not narrower_caches or (bfloat16-float8 and not fnuz)"
 CODE_TESTS = "bfloat16 and test_attention"
-ENTRY_TESTS = "merging_states and bfloat16 or forms_of_append or index or functional"
+ENTRY_TESTS = "merging_states and bfloat16 or ways_to_append or index or functional"
 MASKED_TESTS = "bfloat16"
 """Those of the graphs that the bundle has."""
 
@@ -90,9 +86,7 @@ STEPS = (
     Step("attention", "first", _check("attention"), 35, BOTH),
     Step("memory, capped", "first", _check("memory"), 25),
     Step("memory, not capped", "first", _check("memory"), 25, env=_WHOLE_POOL),
-    Step("wgmma_probe", "first", _program("wgmma_probe"), 15),
     Step("tensor_map", "first", _program("tensor_map"), 15),
-    Step("hopper", "first", _program("hopper"), 90),
     Step("launches", "first", _check("launches"), 25),
     Step("trace", "first", _check("trace"), 45),
     Step("host", "first", _check("host"), 25),

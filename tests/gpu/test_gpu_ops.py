@@ -33,7 +33,9 @@ def test_attention_grid(setting):
 @pytest.mark.parametrize("gpu_kernel", ["best", "plain"])
 @pytest.mark.parametrize("group", [1, 5, 8, 16])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize(("q_dtype", "kv_dtype"), [pair for pair in harness.PAIRS if pair[0] != pair[1]])
+@pytest.mark.parametrize(
+    ("q_dtype", "kv_dtype"), [*(pair for pair in harness.PAIRS if pair[0] != pair[1]), ("float16", "float8_e4m3fn")]
+)
 def test_narrower_caches(q_dtype, kv_dtype, head_dim, group, gpu_kernel):
     case = CacheCase((33, 0, 300, 1), 2 * group, 2, head_dim, page_size=16, dtype=kv_dtype)
     cache = build(case)

@@ -72,7 +72,6 @@ generic |= {other: job_of("compile_gpu_kernels.mojo", other, "-DFEW") for other 
 ARCHITECTURES = tuple(generic)
 hopper = job_of("compile_hopper_kernel.mojo", "sm_90a")
 """Every variant of the Hopper kernel, and what is launched around it."""
-probe = job_of("wgmma_probe.mojo", "sm_90a")
 tensor_map = job_of("compile_tensor_map.mojo", "sm_90a")
 
 

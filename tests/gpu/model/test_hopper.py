@@ -13,10 +13,10 @@ from itertools import pairwise
 import pytest
 
 from gpu.model import programs
-from gpu.model.hopper_variants import DTYPES, products, tensor_kernels, variant_of
+from gpu.model.hopper_variants import DTYPES, tensor_kernels, variant_of
 from gpu.rules import block_threads
 
-pytestmark = pytest.mark.waits_for(programs.hopper, programs.probe)
+pytestmark = pytest.mark.waits_for(programs.hopper)
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +67,3 @@ def test_ptxas_takes_every_variant_without_a_spill(kernels, tmp_path):
         # A quarter of an SM has 16,384 registers, given out by 8 a thread; a block's warps spread over the quarters.
         warps = blocks * threads // 32
         assert -(-registers // 8) * 8 * 32 * -(-warps // 4) <= 16384
-
-
-def test_the_probe_multiplies_as_the_kernel_does():
-    """8 and 16 heads, with strides as they are and exchanged: the program for a GPU where results are wrong."""
-    variants = [products(ptx) for ptx in tensor_kernels(programs.probe())]
-    assert len(variants) == 3 + 4
-    for found in variants:
-        columns = found[0][0]
-        assert found.count((columns, "bf16", 0, 0)) == found.count((columns, "bf16", 1, 1)) == 8 == len(found) // 2
