@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paged_kv import reference
 from support import harness, tiers
-from support.cases import DTYPES, PAGE_SIZES, STORAGES, CacheCase, build, emptied, normal
+from support.cases import DTYPES, PAGE_SIZES, STORAGES, CacheCase, build, emptied
 from support.compare import assert_bits_equal
 from support.grids import LENGTHS, all_pairs, case_of, setting_id, tokens_of
 from support.properties import examples
@@ -62,18 +62,6 @@ def test_grid(setting):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rank", "layout"), STORAGES)
-def test_several_steps_equal_one(dtype, rank, layout):
-    full = build(CacheCase(lengths=(23, 0, 9, 40), page_size=5, rank=rank, layout=layout, dtype=dtype))
-    tokens = tokens_of(full)
-    step = np.random.default_rng(0).integers(0, 4, len(tokens[0]))
-    actual = emptied(full)
-    for number in range(4):
-        harness.append(*(column[step == number] for column in tokens), *actual.pages, **actual.storage)
-    assert_same_memory(actual, full, "four appends")
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", ["none", "padding only"])
 @pytest.mark.parametrize("lengths", [(), (0, 0), (7, 0, 30)], ids=str)
 def test_nothing_to_write(dtype, rows, lengths):
@@ -84,17 +72,6 @@ def test_nothing_to_write(dtype, rows, lengths):
     before = replace(cache, k_blocks=cache.k_blocks.copy(), v_blocks=cache.v_blocks.copy())
     harness.append(*tokens, *cache.pages, **cache.storage)
     assert_same_memory(cache, before, "an append of nothing")
-
-
-def test_overwriting_a_token_changes_that_token_alone():
-    cache = build(CacheCase(lengths=(23, 9), page_size=5, layout="HND"))
-    expected = replace(cache, k_blocks=cache.k_blocks.copy(), v_blocks=cache.v_blocks.copy())
-    rng = np.random.default_rng(0)
-    k, v = (normal(rng, (2, 2, 32), "float32") for _ in range(2))
-    where = np.array([1, 0], np.int32), np.array([8, 11], np.int32)
-    harness.append(k, v, *where, *cache.pages, **cache.storage)
-    reference.append(k, v, *where, *expected.pages, **expected.storage)
-    assert_same_memory(cache, expected, "an overwrite")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
