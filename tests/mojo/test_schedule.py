@@ -109,20 +109,6 @@ def longest_over_mean(name: str, threads: int) -> float:
     return found.end * min(threads, most) / found.busy
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if isinstance(case, AttentionCase)], ids=lambda case: case.name
-)
-def test_every_token_is_in_the_plan(case):
-    """The plan that the clock runs is the case's: all tokens of every block of rows, in some segment."""
-    segments = [Segment(*numbers) for numbers in printed()[attention_call(case, 4)]]
-    if case.new_tokens == 1:
-        assert sum(segment.tokens for segment in segments) == sum(case.lengths)
-    assert (
-        sum(segment.rows * segment.heads for segment in segments if segment.split == 0)
-        == len(case.lengths) * case.new_tokens * case.kv_heads
-    )
-
-
 def test_the_clock_sees_what_is_uneven():
     whole = [Segment(1000, 1, 8, -1, 0, 1, 1)] * 3
     assert run_plan(whole, 2, 8).idle_share == pytest.approx(1 / 4)
