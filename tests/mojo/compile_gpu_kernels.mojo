@@ -2,7 +2,7 @@
 
 from std.sys import is_defined
 from std.utils import IndexList
-from max.gpu.host import DeviceContext
+from max.gpu.host import DeviceBuffer, DeviceContext
 
 from mojo_ops.attention.gpu.generic import launch_generic
 from mojo_ops.attention.gpu.latent import RotaryQuery, launch_latent
@@ -19,6 +19,14 @@ from mojo_ops.transfer.gpu.append import append_on_gpu
 from mojo_ops.transfer.gpu.copy_pages import copy_pages_on_gpu
 from mojo_ops.transfer.gpu.gather import gather_on_gpu
 from mojo_ops.transfer.gpu.ragged_rows import ragged_rows_on_gpu
+
+
+def cache_of[dtype: DType, DIM: Int](memory: DeviceBuffer[DType.float32]) -> DynamicKVCache[dtype]:
+    """One page of one slot and head."""
+    comptime head = head_units(dtype, DIM)
+    var at = untracked(memory.unsafe_ptr()).unsafe_bitcast[Scalar[dtype]]()
+    var table = untracked_immutable(memory.unsafe_ptr()).unsafe_bitcast[UInt32]()
+    return DynamicKVCache[dtype](at, IndexList[4](1, 1, 1, DIM), PageStrides(0, head, head, head), table, 1, 1)
 
 
 def attention[dtype: DType, kv_dtype: DType, DIM: Int, HEADS: Int, ROTARY: Bool = False](ctx: DeviceContext) raises:
@@ -50,15 +58,7 @@ def launch[
     var params = GpuAttentionParams[dtype, o_dtype, Masks](
         q, o, floats, numbers, numbers, heads, heads, 1, Int32(HEADS), Int32(DIM), 1, 1, -1, scores, 1, 0, 0, masks
     )
-    comptime head = head_units(kv_dtype, DIM)
-    var cache = DynamicKVCache[kv_dtype](
-        floats.unsafe_bitcast[Scalar[kv_dtype]](),
-        IndexList[4](1, 1, 1, DIM),
-        PageStrides(0, head, head, head),
-        numbers.unsafe_bitcast[UInt32](),
-        1,
-        1,
-    )
+    var cache = cache_of[kv_dtype, DIM](memory)
     launch_generic[DIM, HEADS, ROTARY](ctx, params, cache, cache, RotaryFrequencies(0, 1), HEADS, False)
     _ = memory^
 
@@ -73,14 +73,7 @@ def latent[dtype: DType, o_dtype: DType, kv_dtype: DType, ROTARY_DIM: Int, HEADS
     var params = GpuAttentionParams[dtype, o_dtype](
         q, o, floats, numbers, numbers, heads, heads, 1, 4, 512, 1, 1, -1, ScoreOptions(1), 1, 0, 0, GpuNoMasks()
     )
-    var cache = DynamicKVCache[kv_dtype](
-        floats.unsafe_bitcast[Scalar[kv_dtype]](),
-        IndexList[4](1, 1, 1, 512),
-        PageStrides(0, 512, 512, 512),
-        numbers.unsafe_bitcast[UInt32](),
-        1,
-        1,
-    )
+    var cache = cache_of[kv_dtype, 512](memory)
     launch_latent[ROTARY_DIM, HEADS](ctx, params, RotaryQuery[dtype](q, Int32(ROTARY_DIM), 1), cache, cache, False)
     _ = memory^
 
@@ -104,15 +97,7 @@ def moves_of_codes[row_dtype: DType, dtype: DType](ctx: DeviceContext) raises:
     var floats = untracked(memory.unsafe_ptr())
     var numbers = untracked_immutable(memory.unsafe_ptr()).unsafe_bitcast[Int32]()
     var rows = floats.unsafe_bitcast[Scalar[row_dtype]]()
-    comptime head = head_units(dtype, 8)
-    var cache = DynamicKVCache[dtype](
-        floats.unsafe_bitcast[Scalar[dtype]](),
-        IndexList[4](1, 1, 1, 8),
-        PageStrides(0, head, head, head),
-        numbers.unsafe_bitcast[UInt32](),
-        1,
-        1,
-    )
+    var cache = cache_of[dtype, 8](memory)
     append_on_gpu(ctx, cache, cache, rows, rows, numbers, numbers, 1)
     gather_on_gpu(ctx, cache, cache, rows, rows, numbers, 1)
     _ = memory^

@@ -26,12 +26,6 @@ VARIANTS = [
     if dim == 64 or (dtype == "bf16" and kv_dtype != "e5m2")
 ]
 
-
-@pytest.mark.parametrize("call", VARIANTS, ids=str)
-def test_variants(variants, call):
-    call.run(variants[call.dim, call.columns, call.dtype, call.kv_dtype])
-
-
 TOKEN_RANGES = [
     *(Call(page_size=page_size, length=200) for page_size in (8, 24, 32, 64, 256)),
     *(Call(128, page_size=page_size, length=90, hnd=True) for page_size in (8, 16, 128)),
@@ -50,12 +44,6 @@ TOKEN_RANGES = [
     Call(kv_dtype="e4m3", page_size=64, begin=63, length=130),
 ]
 
-
-@pytest.mark.parametrize("call", TOKEN_RANGES, ids=str)
-def test_token_ranges(variants, call):
-    call.run(variants[call.dim, call.columns, call.dtype, call.kv_dtype])
-
-
 OPTIONS = [
     Call(soft_cap=2.0),
     Call(alibi=True),
@@ -66,8 +54,8 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("call", OPTIONS, ids=str)
-def test_options(variants, call):
+@pytest.mark.parametrize("call", [*VARIANTS, *TOKEN_RANGES, *OPTIONS], ids=str)
+def test_calls(variants, call):
     call.run(variants[call.dim, call.columns, call.dtype, call.kv_dtype])
 
 

@@ -5,6 +5,7 @@ Found here: a byte that is written where no row or page goes, or not written; a 
 
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,78 +22,48 @@ from support.grids import tokens_of
 pytestmark = pytest.mark.waits_for(programs.generic["sm_90a"])
 
 
-@pytest.mark.parametrize("dim", [8, 7])
-@pytest.mark.parametrize("op", ["append", "gather"])
-def test_append_and_gather(op, dim, ptx):
-    """All tokens, and rows that have no token slot; 8 elements of 16 bits go at once, 7 one by one."""
-    cache = build(CacheCase((17, 0, 5), 3, 3, dim, 4, rank=5, dtype="float16"))
-    k, v, batch, positions = tokens_of(cache)
-    memory = bytearray()
-    block = Machine(ptx[op, dim == 8], memory=memory)
-
-    def put(array: np.ndarray) -> int:
-        memory.extend(bytes(-len(memory) % 64))
-        return block.allocate(np.ascontiguousarray(array))
-
-    blocks = cache.k_blocks if op == "gather" else np.full_like(cache.k_blocks, np.nan)
-    at, table_at = put(blocks), put(cache.lookup_table)
-    views = []
-    for view in reference.cache_views(cache.k_blocks, cache.v_blocks, "NHD", 0):
-        strides = [stride // 2 for stride in view.strides[:3]]
-        start = at + view.ctypes.data - cache.k_blocks.ctypes.data
-        views.append(view_bytes(start, view.shape, strides, table_at, cache.lookup_table.shape))
-    extra = np.ones((4, *k.shape[1:]), k.dtype)
-    k_rows, v_rows = (np.concatenate([rows, extra]) for rows in (k, v))
-    if op == "append":
-        past = cache.lookup_table.shape[1] * 4
-        batch = np.concatenate([batch, [-1, 3, 0, 0]]).astype(np.int32)
-        positions = np.concatenate([positions, [0, 0, -1, past]]).astype(np.int32)
-        pointers = [put(array) for array in (k_rows, v_rows, batch, positions)]
-    else:
-        indptr = np.concatenate([[0], np.cumsum(cache.lengths)]).astype(np.int32)
-        pointers = [put(np.zeros_like(k_rows)), put(np.zeros_like(v_rows)), put(indptr)]
-    block.launch((len(k_rows), 2, 1), THREADS, [*views, *(struct.pack("<Q", pointer) for pointer in pointers)])
-    if op == "append":
-        found = block.array(at, np.float16, blocks.size).reshape(blocks.shape)
-        assert_bits_equal(found, cache.k_blocks, what="the cache after append")
-        return
-    for pointer, rows in zip(pointers, (k, v), strict=False):
-        found = block.array(pointer, np.float16, k_rows.size).reshape(k_rows.shape)
-        assert_bits_equal(found[:-4], rows, what="gathered rows")
-        assert (found[-4:].view(np.uint16) == 0xFFFF).all()
-
-
 ROWS = {"int8": "bfloat16", "int4": "float32"}
 """The variants of append and gather over codes that compile_gpu_kernels.mojo has."""
 
 
-CODES = [
+CACHES = [
+    ("float16", 3, 8, "NHD", True),
+    ("float16", 3, 7, "NHD", False),
     ("int8", 2, 136, "NHD", True),
     ("int8", 9, 24, "HND", False),
     ("int4", 9, 24, "HND", True),
     ("int4", 2, 136, "NHD", False),
 ]
+"""What a cache holds, its heads and layout, and whether it is aligned: 16 bytes, or 4 codes, go at once where it is."""
+
+
+def cache_of(kv_format: str, heads: int, dim: int, layout: str) -> Cache:
+    case = CacheCase((17, 0, 5), heads, heads, dim, 4, rank=5, layout=layout, dtype=ROWS.get(kv_format, kv_format))
+    return quantised_cache(case, kv_format) if kv_format in ROWS else build(case)
 
 
 @dataclass
-class Codes:
-    """A kernel over a cache of codes; where it is not aligned, cache and rows begin one byte, or element, later."""
+class Copies:
+    """A kernel over a cache; where it is not aligned, cache and rows begin one byte, or element, later."""
 
-    text: str
+    ptx: dict[Any, str]
+    op: str
     cache: Cache
     blocks: np.ndarray
     is_aligned: bool
 
     def __post_init__(self) -> None:
-        self.machine = Machine(self.text)
+        case = self.cache.case
+        codes = ["codes", SHORT[case.dtype]] if self.blocks.dtype != case.dtype else []
+        self.machine = Machine(self.ptx[(self.op, *codes, self.is_aligned)])
         self.at = self.put(self.blocks)
         table = self.cache.lookup_table
-        table_at, case = self.machine.allocate(table), self.cache.case
+        table_at = self.machine.allocate(table)
         self.views = []
         for view in reference.cache_views(self.blocks, self.blocks, case.layout, 0):
             start = self.at + view.ctypes.data - self.blocks.ctypes.data
-            shape = (*view.shape[:3], case.head_dim)
-            self.views.append(view_bytes(start, shape, list(view.strides[:3]), table_at, table.shape))
+            shape, strides = (*view.shape[:3], case.head_dim), [stride // view.itemsize for stride in view.strides[:3]]
+            self.views.append(view_bytes(start, shape, strides, table_at, table.shape))
 
     def put(self, array: np.ndarray) -> int:
         before = np.zeros(0 if self.is_aligned else array.itemsize, np.uint8)
@@ -106,43 +77,44 @@ class Codes:
         self.machine.launch((rows, 2, 1), THREADS, [*self.views, *(struct.pack("<Q", pointer) for pointer in pointers)])
 
 
-@pytest.mark.parametrize(("kv_format", "heads", "dim", "layout", "is_aligned"), CODES)
-def test_append_quantises(kv_format, heads, dim, layout, is_aligned, ptx):
-    """As the oracle to the bit, heads that are not finite, zero, tiny or huge among them; nothing else is written."""
-    case = CacheCase((17, 0, 5), heads, heads, dim, 4, rank=5, layout=layout, dtype=ROWS[kv_format])
-    cache = quantised_cache(case, kv_format)
+@pytest.mark.parametrize(("kv_format", "heads", "dim", "layout", "is_aligned"), CACHES)
+def test_append(kv_format, heads, dim, layout, is_aligned, ptx):
+    """As the oracle to the bit, heads of codes that are not finite, zero, tiny or huge among them; rows that have no
+    token slot write nothing, and nothing else is written.
+    """
+    cache = cache_of(kv_format, heads, dim, layout)
     k, v, batch, positions = tokens_of(cache)
-    k[0, 0, dim - 1], k[1, 1, 0], k[2, 0, 7] = np.nan, np.inf, -np.inf
-    k[3, 1], k[4, 1], k[5, 1], k[6, 1, 2], k[7, 1, 3] = 0, 1e-38, 1e-33, -3e38, 3e38
-    v[:, :, ::2], v[:, 0, 1] = -np.abs(v[:, :, ::2]), 4.0  # ties of magnitude, where another is -4
-    v[::2, 0, 2] = -4.0
-    before = np.random.default_rng(2).integers(0, 256, cache.k_blocks.shape, np.uint8).view(cache.k_blocks.dtype)
+    if kv_format in ROWS:
+        k[0, 0, dim - 1], k[1, 1, 0], k[2, 0, 7] = np.nan, np.inf, -np.inf
+        k[3, 1], k[4, 1], k[5, 1], k[6, 1, 2], k[7, 1, 3] = 0, 1e-38, 1e-33, -3e38, 3e38
+        v[:, :, ::2], v[:, 0, 1] = -np.abs(v[:, :, ::2]), 4.0  # ties of magnitude, where another is -4
+        v[::2, 0, 2] = -4.0
+    shape, dtype = cache.k_blocks.shape, cache.k_blocks.dtype
+    before = np.random.default_rng(2).integers(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), np.uint8).view(dtype)
     expected = before.copy()
-    where = {"layout": layout, "layer": 0}
-    reference.append(k, v, batch, positions, expected, expected, cache.lookup_table, **where)
+    reference.append(k, v, batch, positions, expected, expected, cache.lookup_table, layout=layout, layer=0)
     past = cache.lookup_table.shape[1] * 4
     batch = np.concatenate([batch, [-1, 3, 0, 0]]).astype(np.int32)
     positions = np.concatenate([positions, [0, 0, -1, past]]).astype(np.int32)
     rows = [np.concatenate([tokens, np.ones((4, heads, dim), k.dtype)]) for tokens in (k, v)]
-    codes = Codes(ptx["append", "codes", SHORT[ROWS[kv_format]], is_aligned], cache, before, is_aligned)
-    at = [codes.put(array) for array in rows] + [codes.machine.allocate(array) for array in (batch, positions)]
-    codes.launch(len(batch), *at)
-    assert_bits_equal(codes.found(codes.at, before), expected, what="the cache after append")
+    copies = Copies(ptx, "append", cache, before, is_aligned)
+    at = [copies.put(array) for array in rows] + [copies.machine.allocate(array) for array in (batch, positions)]
+    copies.launch(len(batch), *at)
+    assert_bits_equal(copies.found(copies.at, before), expected, what="the cache after append")
 
 
-@pytest.mark.parametrize(("kv_format", "heads", "dim", "layout", "is_aligned"), CODES)
-def test_gather_widens(kv_format, heads, dim, layout, is_aligned, ptx):
+@pytest.mark.parametrize(("kv_format", "heads", "dim", "layout", "is_aligned"), CACHES)
+def test_gather(kv_format, heads, dim, layout, is_aligned, ptx):
     """The rows of all tokens, and four that no request has, whose bits are all set."""
-    case = CacheCase((17, 0, 5), heads, heads, dim, 4, rank=5, layout=layout, dtype=ROWS[kv_format])
-    cache = quantised_cache(case, kv_format)
-    codes = Codes(ptx["gather", "codes", SHORT[ROWS[kv_format]], is_aligned], cache, cache.k_blocks, is_aligned)
-    like = np.zeros((sum(case.lengths) + 4, heads, dim), ROWS[kv_format])
+    cache = cache_of(kv_format, heads, dim, layout)
+    copies = Copies(ptx, "gather", cache, cache.k_blocks, is_aligned)
+    like = np.zeros((sum(cache.case.lengths) + 4, heads, dim), cache.case.dtype)
     indptr = np.concatenate([[0], np.cumsum(cache.lengths)]).astype(np.int32)
-    at = [codes.put(like), codes.put(like)]
-    codes.launch(len(like), *at, codes.machine.allocate(indptr))
-    expected = reference.gather(*widened_pages(cache), cache.lengths, **cache.storage)
-    for address, rows in zip(at, expected, strict=False):
-        found = codes.found(address, like)
+    at = [copies.put(like), copies.put(like)]
+    copies.launch(len(like), *at, copies.machine.allocate(indptr))
+    pages = widened_pages(cache) if kv_format in ROWS else cache.pages
+    for address, rows in zip(at, reference.gather(*pages, cache.lengths, **cache.storage), strict=False):
+        found = copies.found(address, like)
         assert_bits_equal(found[:-4], rows.astype(np.float32).astype(like.dtype), what="gathered rows")
         assert (found[-4:].view(np.uint8) == 0xFF).all()
 
