@@ -1,4 +1,7 @@
-"""Results do not depend on the number of threads, though many cut segments by their KV heads."""
+"""Results do not depend on the number of threads, though many cut segments by their KV heads.
+
+Nor on the other rows: `assert_blocks_change_no_bit` of tests/support/attending.py, with every comparison of an op test.
+"""
 
 from std.math import sin
 from std.testing import TestSuite, assert_equal, assert_true
@@ -20,11 +23,19 @@ comptime KV_HEADS = 8
 comptime GROUP = 4
 comptime DIM = 72
 comptime SLOTS = 16
-comptime PAGES = 60
+comptime PAGES = 100
 
 
-def bits_of[dtype: DType, kv_dtype: DType, rotates: Bool](threads: Int, hnd: Bool) -> List[UInt32]:
-    """The bits of o and lse: two requests, one of them with two rows, ALiBi and sinks."""
+@fieldwise_init
+struct Step(Copyable):
+    """Lengths of requests and the rows of each, which are its last tokens."""
+
+    var lengths: List[Int]
+    var new_tokens: List[Int]
+
+
+def bits_of[dtype: DType, kv_dtype: DType, rotates: Bool](step: Step, threads: Int, hnd: Bool) -> List[UInt32]:
+    """The bits of o and lse, with ALiBi and sinks."""
     comptime units = head_units(kv_dtype, DIM)
     var memory = List[Scalar[kv_dtype]](length=PAGES * SLOTS * KV_HEADS * units, fill=0)
     for i in range(len(memory)):
@@ -34,17 +45,21 @@ def bits_of[dtype: DType, kv_dtype: DType, rotates: Bool](threads: Int, hnd: Boo
                 memory[i] = 0x3F
         else:
             memory[i] = sin(Float32(i)).cast[kv_dtype]()
-    var table = List[UInt32](length=2 * PAGES, fill=0)
-    for i in range(PAGES):
-        table[i] = UInt32(i * 7 % PAGES)
-        table[PAGES + i] = UInt32(i * 11 % PAGES)
-    var row_batch: List[Int32] = [0, 1, 1]
-    var row_lengths: List[Int32] = [900, 520, 521]
-    var q = List[Scalar[dtype]](length=3 * KV_HEADS * GROUP * DIM, fill=0)
+    var table = List[UInt32]()
+    var row_batch = List[Int32]()
+    var row_lengths = List[Int32]()
+    for request in range(len(step.lengths)):
+        for i in range(PAGES):
+            table.append(UInt32(i * (7 + 4 * request) % PAGES))
+        for row in range(step.new_tokens[request]):
+            row_batch.append(Int32(request))
+            row_lengths.append(Int32(step.lengths[request] - step.new_tokens[request] + row + 1))
+    var num_rows = len(row_batch)
+    var q = List[Scalar[dtype]](length=num_rows * KV_HEADS * GROUP * DIM, fill=0)
     for i in range(len(q)):
         q[i] = sin(Float32(3 * i)).cast[dtype]()
     var o = q.copy()
-    var lse = List[Float32](length=3 * KV_HEADS * GROUP, fill=0)
+    var lse = List[Float32](length=num_rows * KV_HEADS * GROUP, fill=0)
     var slopes = List[Float32](length=KV_HEADS * GROUP, fill=0)
     for i in range(len(slopes)):
         slopes[i] = Float32(i) / 1000
@@ -53,7 +68,12 @@ def bits_of[dtype: DType, kv_dtype: DType, rotates: Bool](threads: Int, hnd: Boo
     if hnd:
         strides = PageStrides(0, SLOTS * KV_HEADS * units, units, SLOTS * units)
     var cache = DynamicKVCache[kv_dtype](
-        untracked_mutable(memory), IndexList[4](PAGES, SLOTS, KV_HEADS, DIM), strides, untracked(table), 2, PAGES
+        untracked_mutable(memory),
+        IndexList[4](PAGES, SLOTS, KV_HEADS, DIM),
+        strides,
+        untracked(table),
+        len(step.lengths),
+        PAGES,
     )
     var queries = untracked_mutable(q)
     var rows = AttentionRows[dtype](
@@ -62,14 +82,14 @@ def bits_of[dtype: DType, kv_dtype: DType, rotates: Bool](threads: Int, hnd: Boo
         untracked_mutable(lse),
         untracked(row_batch),
         untracked(row_lengths),
-        3,
+        num_rows,
         KV_HEADS * GROUP,
-        v_scale=1,
-        rope_theta=Float32(1e4) * Float32(Int(rotates)),
-        rope_scale=1,
-        masks=NoMasks(),
-        q_latent=queries,
-        latent_scale=1,
+        1,
+        Float32(1e4) * Float32(Int(rotates)),
+        1,
+        NoMasks(),
+        queries,
+        1,
     )
     var logits = Logits(ScoreOptions(0.3), -1, untracked(slopes), True, untracked(sinks), True)
     attend_on_cpu[rotates=rotates](rows, cache, cache, logits, threads)
@@ -82,24 +102,34 @@ def bits_of[dtype: DType, kv_dtype: DType, rotates: Bool](threads: Int, hnd: Boo
     return bits^
 
 
-def check[dtype: DType, kv_dtype: DType, rotates: Bool = False]() raises:
+def check[dtype: DType, kv_dtype: DType, rotates: Bool = False](step: Step, many: List[Int]) raises:
     for hnd in [False, True]:
-        var expected = bits_of[dtype, kv_dtype, rotates](1, hnd)
+        var expected = bits_of[dtype, kv_dtype, rotates](step, 1, hnd)
         assert_true(expected[0] != expected[DIM])
-        for threads in [2, 7, 64, 160]:
-            assert_equal(bits_of[dtype, kv_dtype, rotates](threads, hnd), expected)
+        for threads in many:
+            assert_equal(bits_of[dtype, kv_dtype, rotates](step, threads, hnd), expected)
+
+
+def decode() -> Step:
+    return Step([900, 521], [1, 2])
 
 
 def test_bfloat16() raises:
-    check[DType.bfloat16, DType.bfloat16]()
+    check[DType.bfloat16, DType.bfloat16](decode(), [2, 7, 64, 160])
 
 
 def test_float32_rotated() raises:
-    check[DType.float32, DType.float32, True]()
+    check[DType.float32, DType.float32, True](decode(), [2, 7, 64, 160])
 
 
 def test_weights_over_codes_are_rounded_alike() raises:
-    check[DType.bfloat16, DType.int8]()
+    check[DType.bfloat16, DType.int8](decode(), [2, 7, 64, 160])
+
+
+def test_decode_beside_prefill_blocks_of_both_kinds_and_blocks_that_are_split() raises:
+    var step = Step([40, 300, 1500, 70], [1, 137, 12, 7])
+    check[DType.bfloat16, DType.bfloat16](step, [2, 5])
+    check[DType.float32, DType.float32](step, [2, 5])
 
 
 def test_a_part_of_the_heads_has_the_units_of_all() raises:

@@ -15,8 +15,12 @@ from mojo_ops.attention.cpu.amx.weighted_sums import ValueProducts, sum_tile_amx
 from mojo_ops.attention.cpu.bf16_chunk import Bf16Chunk
 from mojo_ops.attention.cpu.kv_tile import KVTile
 from mojo_ops.attention.cpu.prefetch import EARLY_V_TOKENS, KV_TILE_TOKENS, Prefetcher, STREAMS
+from mojo_ops.attention.cpu.prefill.queries import PREFILL_MAX_QUERIES, QUERY_COLUMNS
+from mojo_ops.attention.cpu.prefill.step import STEP_TOKENS
 from mojo_ops.attention.cpu.rotary_keys import KeyRotation, RotaryTables
 from mojo_ops.attention.cpu.vectors.code_sums import rounds_weights
+from mojo_ops.attention.cpu.vectors.prefill import num_score_blocks
+from mojo_ops.attention.cpu.vectors.prefill_workspace import TILES_AT_ONCE, score_tokens
 from mojo_ops.attention.cpu.vectors.products import score_prefetch_calls, score_tile, sum_prefetch_calls, sum_tile
 from mojo_ops.attention.cpu.vectors.queries import packed_query_dtype
 from mojo_ops.attention.cpu.workspace import HeadLayout, SegmentWorkspace, TILE_BUFFERS
@@ -211,6 +215,18 @@ def test_calls_are_as_announced() raises:
             check_calls[DType.float32](dim, queries)
             check_calls[DType.int8](dim, queries)
             check_calls[DType.uint8](dim, queries)
+
+
+def test_no_more_calls_than_planned_for_prefill_blocks() raises:
+    """Of every number of queries, with all tokens of a step seen."""
+    for queries in range(1, PREFILL_MAX_QUERIES + 1):
+        var calls = 0
+        var m = 0
+        comptime for tiles in [TILES_AT_ONCE, 1]:
+            while m + (tiles - 1) * QUERY_COLUMNS < queries:
+                calls += (STEP_TOKENS + score_tokens(tiles) - 1) // score_tokens(tiles)
+                m += tiles * QUERY_COLUMNS
+        assert_true(calls <= num_score_blocks(queries), String(queries))
 
 
 def main() raises:
