@@ -2,12 +2,6 @@
 
 from std.utils import IndexList
 
-from mojo_ops.attention.gpu.row_page_table import RowPageTable
-from mojo_ops.attention.gpu.params import GpuAttentionParams
-from mojo_ops.attention.gpu.row_masks import GpuNoMasks
-from mojo_ops.attention.logits import ScoreOptions
-from mojo_ops.cache.paged_kv_cache import DynamicKVCache
-from mojo_ops.cache.pointers import TablePointer
 from mojo_ops.cache.strides import PageStrides, page_shape
 
 
@@ -18,39 +12,6 @@ def untracked[T: ImplicitlyCopyable](list: List[T]) -> Pointer[T, ImmUntrackedOr
 
 def untracked_mutable[T: ImplicitlyCopyable](mut list: List[T]) -> Pointer[T, MutUntrackedOrigin]:
     return list.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin]()
-
-
-def page_table_of(table: TablePointer, num_pages: Int, page_size: Int) -> RowPageTable:
-    """The page table of one row, as a GPU kernel reads it; `table` has to outlive it."""
-    comptime Cache = DynamicKVCache[DType.bfloat16]
-    var row_batch = List[Int32](length=1, fill=0)
-    var nothing = List[Float32](length=1, fill=0)
-    var numbers = untracked_mutable(nothing)
-    var params = GpuAttentionParams[DType.bfloat16](
-        numbers.unsafe_bitcast[BFloat16](),
-        numbers.unsafe_bitcast[BFloat16](),
-        numbers,
-        untracked(row_batch),
-        untracked(row_batch),
-        untracked(nothing),
-        untracked(nothing),
-        num_rows=1,
-        num_heads=1,
-        head_dim=64,
-        batch=1,
-        capacity=1,
-        window_left=-1,
-        scores=ScoreOptions(1),
-        v_scale=1,
-        has_alibi=0,
-        has_sinks=0,
-        masks=GpuNoMasks(),
-    )
-    var shape = IndexList[4](num_pages, page_size, 1, 64)
-    var cache = Cache(numbers.unsafe_bitcast[BFloat16](), shape, PageStrides(0, 64, 64, 64), table, 1, 1)
-    var pages = RowPageTable(0, params, cache)
-    _ = (row_batch^, nothing^)
-    return pages
 
 
 @fieldwise_init

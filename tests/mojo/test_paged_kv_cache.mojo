@@ -1,10 +1,11 @@
 """PagedKVCache: every method agrees with every other, and with where the array's axes say an element lies."""
 
 from std.builtin.device_passable import DevicePassable
-from std.testing import TestSuite, assert_equal, assert_false, assert_true
+from std.testing import TestSuite, assert_equal, assert_false, assert_raises, assert_true
 from std.utils import IndexList
 from layout import UNKNOWN_VALUE
 
+from mojo_ops.cache.checks import check_view
 from mojo_ops.cache.paged_kv_cache import DynamicKVCache, PagedKVCache
 from mojo_ops.cache.pointers import TablePointer
 from mojo_ops.cache.static_params import KVCacheStaticParams, UNKNOWN_STATIC_PARAMS
@@ -178,6 +179,15 @@ def test_a_page_id_past_2_to_the_31() raises:
     var view = Storage(False, 4, 3_000_000_001, 1, 16, 8, 128, False, 0)
     var _, row = far[UNKNOWN_STATIC_PARAMS, UNKNOWN_VALUE](view, 3_000_000_000, 16 + 13, 7)
     assert_equal(row, 3_000_000_000 * 16 + 13)
+
+
+def test_view_whose_sizes_overflow_together() raises:
+    """The product of these sizes is 2^64 times something, 0 in 64 bits: no array of an op test has them."""
+    var strides = PageStrides(0, 1 << 34, 24, 8)
+    with assert_raises(contains="runs past the storage's 1000 elements"):
+        check_view("k_blocks", IndexList[4](1 << 32, 1 << 32, 3, 8), strides, 1000)
+    with assert_raises(contains="runs past the storage's 0 elements"):
+        check_view("k_blocks", IndexList[4](1, 1, 1, 8), PageStrides(0, 0, 0, 0), 0)
 
 
 def test_lengths() raises:
