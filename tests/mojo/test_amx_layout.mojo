@@ -23,20 +23,10 @@ def check_packing[kv_dtype: DType](num_rows: Int, group: Int, kv_heads: Int, dim
         q[i] = BFloat16(Float32(i % 251 + 1))
     var nothing = List[Float32](length=1, fill=0)
     var rows_of = List[Int32](length=num_rows, fill=0)
+    var numbers = untracked(rows_of)
+    var at = untracked_mutable(q)
     var rows = AttentionRows[DType.bfloat16](
-        untracked_mutable(q),
-        untracked_mutable(q),
-        untracked_mutable(nothing),
-        untracked(rows_of),
-        untracked(rows_of),
-        num_rows,
-        group * kv_heads,
-        v_scale=1,
-        rope_theta=0,
-        rope_scale=1,
-        masks=NoMasks(),
-        q_latent=untracked_mutable(q),
-        latent_scale=1,
+        at, at, untracked_mutable(nothing), numbers, numbers, num_rows, group * kv_heads, 1, 0, 1, NoMasks(), at, 1
     )
     var queries = num_rows * group
     var room = AmxBuffers.query_stride(queries) * kv_heads

@@ -3,7 +3,7 @@
 from std.testing import TestSuite, assert_equal, assert_true
 from std.utils import IndexList
 
-from mojo_ops.attention.gpu.hopper.requirements import hopper_refusal, hopper_takes
+from mojo_ops.attention.gpu.hopper.requirements import hopper_refusal
 from mojo_ops.attention.gpu.params import GpuAttentionParams
 from mojo_ops.attention.gpu.row_masks import GpuNoMasks
 from mojo_ops.attention.logits import ScoreOptions
@@ -92,13 +92,6 @@ def test_what_it_refuses() raises:
     assert_true("address" in reason(shift=2))
     assert_true("a stride of" in reason(pad=1))
     assert_true("has heads 272 bytes apart, no multiple of 128" in reason(head_pad=8))
-
-
-def test_the_dtypes_it_exists_for() raises:
-    assert_true(hopper_takes(DType.bfloat16, DType.bfloat16))
-    assert_true(hopper_takes(DType.bfloat16, DType.float8_e4m3fn))
-    assert_true(not hopper_takes(DType.float32, DType.float8_e4m3fn))
-    assert_true(not hopper_takes(DType.float16, DType.bfloat16))
 
 
 def main() raises:

@@ -1,49 +1,25 @@
-"""The parts of the Hopper kernel that are pure arithmetic: memory map, fragments, boxes, stages of the ring."""
+"""The memory map of the Hopper kernel and its boxes; fragments, swizzles and stages run on the model of tests/gpu."""
 
 from std.random import random_si64, seed
-from std.sys import size_of
 from std.testing import TestSuite, assert_equal, assert_true
 
-from mojo_ops.attention.gpu.hopper.pipeline import Ring
-from mojo_ops.attention.gpu.hopper.shared_memory import SM_BYTES, SharedMemoryMap
+from mojo_ops.attention.gpu.hopper.shared_memory import SharedMemoryMap
 from mojo_ops.attention.gpu.hopper.tiles import CopyBox, ItemTiles, WGMMA_TILE_TOKENS
-from mojo_ops.attention.gpu.hopper.wgmma import (
-    CHUNK_BYTES,
-    CONSUMER_THREADS,
-    SWIZZLE_PERIOD_BYTES,
-    fragment_column,
-    fragment_row,
-)
+from mojo_ops.attention.gpu.hopper.wgmma import CHUNK_BYTES
 
 
 def check_map[dtype: DType, head_dim: Int, heads: Int]() raises:
+    """Each part ends where the next one begins, and no two buffers meet."""
     comptime Map = SharedMemoryMap[dtype, head_dim, heads]
     Map.check()
-    assert_true(Map.STAGES >= 3)
-    var ring = Map.STAGES * WGMMA_TILE_TOKENS * head_dim * size_of[dtype]()
-    assert_true(ring <= Map.WIDENED_KEYS, "the ring")
-    assert_true(
-        Map.WIDENED_KEYS + (2 * WGMMA_TILE_TOKENS * head_dim * 2 if Map.WIDENED else 0) <= Map.QUERY,
-        "the widened tiles",
-    )
-    assert_equal(Map.WIDENED_KEYS % SWIZZLE_PERIOD_BYTES, 0)
-    assert_equal(Map.WIDENED_VALUES - Map.WIDENED_KEYS, WGMMA_TILE_TOKENS * head_dim * 2)
-    assert_equal(Map.QUERY % SWIZZLE_PERIOD_BYTES, 0)
-    assert_equal(Map.WEIGHTS - Map.QUERY, heads * head_dim * 2, "the query")
-    comptime buffers = 2 if Map.WIDENED else 1
-    assert_equal(Map.EXCHANGE - Map.WEIGHTS, buffers * heads * WGMMA_TILE_TOKENS * 2, "the weights")
+    comptime buffers = Map.BUFFERS
+    assert_true(Map.WIDENED_KEYS + (2 * WGMMA_TILE_TOKENS * head_dim * 2 if Map.WIDENED else 0) <= Map.QUERY)
+    assert_equal(Map.query_offset(heads - 1, head_dim // 8 - 1) + CHUNK_BYTES, Map.WEIGHTS)
+    assert_equal(Map.weight_offset(WGMMA_TILE_TOKENS - 1, heads - 1, buffers - 1) + 2, Map.EXCHANGE)
     assert_equal(Map.exchange_offset(3, heads - 1) + 4, Map.FACTORS)
     assert_equal(Map.factor_offset(heads - 1, 1) + 4 if Map.WIDENED else Map.FACTORS, Map.STATUS)
     assert_equal(Map.factor_offset(0, 1) - Map.factor_offset(heads - 1, 0), 4)
-    assert_equal(Map.query_offset(heads - 1, head_dim // 8 - 1) + CHUNK_BYTES, Map.WEIGHTS)
-    assert_equal(Map.weight_offset(WGMMA_TILE_TOKENS - 1, heads - 1, buffers - 1) + 2, Map.EXCHANGE)
-    assert_equal(Map.FULL % 8, 0)
     assert_equal(Map.BYTES - Map.FULL, 2 * 8 * (Map.STAGES + (2 if Map.WIDENED else 0)), "the barriers")
-    assert_true(Map.BLOCKS_PER_SM * (Map.BYTES + 1024) <= SM_BYTES)
-    for head in range(heads):
-        assert_equal(Map.query_offset(head, 1) % CHUNK_BYTES, 0)
-        # Two adjacent heads are stored as 4 bytes.
-        assert_equal(Map.weight_offset(5, head) % 4, (head % 2) * 2)
 
 
 def test_map() raises:
@@ -56,22 +32,6 @@ def test_map() raises:
     check_map[DType.float8_e4m3fn, 64, 16]()
     check_map[DType.float8_e4m3fn, 128, 8]()
     check_map[DType.float8_e5m2, 256, 16]()
-
-
-def test_fragments_cover_the_result() raises:
-    """As the manual's figure of a 64 x N accumulator has it."""
-    for heads in [8, 16]:
-        var times = List[Int](length=64 * heads, fill=0)
-        for thread in range(CONSUMER_THREADS):
-            for i in range(heads // 2):
-                times[fragment_row(thread, i) * heads + fragment_column(thread, i)] += 1
-        for count in times:
-            assert_equal(count, 1)
-    assert_equal((fragment_row(0, 1), fragment_column(0, 1)), (0, 1))
-    assert_equal((fragment_row(0, 2), fragment_column(0, 2)), (8, 0))
-    assert_equal((fragment_row(0, 4), fragment_column(0, 4)), (0, 8))
-    assert_equal((fragment_row(5, 0), fragment_column(5, 0)), (1, 2))
-    assert_equal((fragment_row(38, 3), fragment_column(38, 3)), (25, 5))
 
 
 def test_boxes() raises:
@@ -104,14 +64,6 @@ def test_boxes() raises:
             assert_equal(token, end)
     assert_equal(ItemTiles.of(5, 5, CopyBox(4)).count, 0)
     assert_equal(ItemTiles.of(0, -1, CopyBox(4)).count, 0)
-
-
-def test_stages_of_the_ring() raises:
-    """Fill i is the n-th of its stage."""
-    for i in range(40):
-        var at = Ring[6].stage_of(Int32(i))
-        assert_equal(Int(at[0]), i // 6)
-        assert_equal(at[1], i % 6)
 
 
 def main() raises:

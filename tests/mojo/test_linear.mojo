@@ -1,6 +1,9 @@
-"""The linear layer's promise on bits: neither threads nor the other rows of x change a bit of a row."""
+"""The linear layer's promise on bits: neither threads nor the other rows of x change a bit of a row.
 
-from std.testing import TestSuite, assert_equal, assert_true
+That a row is right: tests/ops/test_linear_op.py.
+"""
+
+from std.testing import TestSuite, assert_equal
 
 from mojo_ops.linear.dispatch import linear
 from mojo_ops.linear.member import LinearMember
@@ -43,18 +46,6 @@ def check[dtype: DType, weight_dtype: DType, vectors: Bool](n: Int, k: Int) rais
             multiply(y, first, m, workers)
             for i in range(m * n):
                 assert_equal(y[i], all[first * n + i])
-    # Of one element of each row, in float64.
-    for row in range(ROWS):
-        var column = row * 31 % n
-        var right = Float64(0)
-        var size = Float64(0)
-        for p in range(k):
-            var product = x[row * k + p].cast[DType.float64]() * w[column * k + p].cast[DType.float64]()
-            right += product
-            size += abs(product)
-        var rounding = 2.0**-8 if dtype == DType.bfloat16 else 2.0**-11
-        var off = abs(all[row * n + column].cast[DType.float64]() - right)
-        assert_true(off <= 2.0**-21 * size + rounding * abs(right))
     _ = x^
     _ = w^
 
