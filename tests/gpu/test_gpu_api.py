@@ -1,13 +1,12 @@
 """The Python API over torch CUDA tensors: results beside the inputs, in the order of the caller's stream."""
 
-import numpy as np
 import pytest
 import torch
 from max.driver import Accelerator, Buffer
 
 from gpu import harness
 from gpu.rules import attention_kernel
-from paged_kv import page, reference
+from paged_kv import reference
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache
 from paged_kv.errors import ContractTypeError
 from paged_kv.runtime.kernel_launches import launched
@@ -36,12 +35,16 @@ def planned():
 
 
 def test_run(planned):
+    """Results beside the inputs, or in the tensors that are passed for them."""
     cache, wrapper, expected = planned
-    o, lse = wrapper.run_return_lse(on_gpu(tensors(cache.q)), on_gpu(storage_of(cache)))
-    assert o.device.type == lse.device.type == "cuda"
-    assert o.dtype == torch.bfloat16
-    assert_close(numpy(o), expected[0], rel=1e-2, what="o")
-    assert_lse_close(numpy(lse), expected[1], tol=1e-5, what="lse")
+    q, paged = on_gpu(tensors(cache.q)), on_gpu(storage_of(cache))
+    out, out_lse = torch.empty_like(q), torch.empty(q.shape[:2], device="cuda")
+    assert wrapper.run(q, paged, out=out, lse=out_lse) is out
+    for o, lse in ((out, out_lse), wrapper.run_return_lse(q, paged)):
+        assert o.device.type == lse.device.type == "cuda"
+        assert o.dtype == torch.bfloat16
+        assert_close(numpy(o), expected[0], rel=1e-2, what="o")
+        assert_lse_close(numpy(lse), expected[1], tol=1e-5, what="lse")
 
 
 def test_the_kernel_for_this_gpu_runs(planned):
@@ -55,15 +58,6 @@ def test_the_kernel_for_this_gpu_runs(planned):
     with launched() as launches:
         single_decode_with_kv_cache(q[0], paged[:, 0, 0], paged[:, 1, 0], pos_encoding_mode="ROPE_LLAMA")
     harness.check_launches(launches, "gpu/generic", "bfloat16")
-
-
-def test_out_and_lse_are_written(planned):
-    cache, wrapper, expected = planned
-    q = on_gpu(tensors(cache.q))
-    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device="cuda")
-    assert wrapper.run(q, on_gpu(storage_of(cache)), out=out, lse=lse) is out
-    assert_close(numpy(out), expected[0], rel=1e-2, what="out")
-    assert_lse_close(numpy(lse), expected[1], tol=1e-5, what="lse")
 
 
 def test_work_on_a_side_stream_is_waited_for(planned):
@@ -91,23 +85,6 @@ def test_single_decode_and_max_buffers():
     assert isinstance(buffer, Buffer)
     assert buffer.device == Accelerator(0)
     assert_bits_equal(buffer.to_numpy(), found.cpu().numpy(), what="o of buffers")
-
-
-@pytest.mark.parametrize("indices", ["on the host", "on the GPU"])
-def test_append(indices):
-    rng = np.random.default_rng(1)
-    table = [np.array(array, np.int32) for array in ([4, 1, 0, 5, 2], [0, 2, 2, 5], [4, 0, 1])]
-    batch, positions = np.array([0, 2, -1, 0, 2], np.int32), np.array([7, 8, 0, 0, 5], np.int32)
-    k, v = (rng.standard_normal((5, 2, 8), np.float32) for _ in range(2))
-    expected = np.full((6, 2, 4, 2, 8), np.nan, np.float32)
-    found = torch.from_numpy(expected.copy()).cuda()
-    page.append_paged_kv_cache(k, v, batch, positions, expected, *table)
-    arrays = [batch, positions, *table]
-    if indices == "on the GPU":
-        arrays = [torch.from_numpy(array).cuda() for array in arrays]
-    rows = [torch.from_numpy(array).cuda() for array in (k, v)]
-    page.append_paged_kv_cache(*rows, *arrays[:2], found, *arrays[2:])
-    assert_bits_equal(found.cpu().numpy(), expected, what="the cache")
 
 
 def test_mixed_devices_are_refused(planned):

@@ -65,9 +65,10 @@ def test_ways_to_append(indices):
     def placed(*arrays: np.ndarray) -> list[object]:
         return cuda(*arrays) if indices == "on the GPU" else list(arrays)
 
+    listed = ([np.array(x, np.int32) for x in ([0, 2, -1, 0, 2], [7, 8, 0, 0, 5])], [INDICES, INDPTR, LAST], [])
     last = ([np.array([0, 2, 2, 5])], [INDICES, INDPTR, LAST], [])
     dense = ([], [DENSE, np.array([3, 2, 0])], [4])
-    for count, (before, after, sizes) in ((5, last), (3, dense)):
+    for count, (before, after, sizes) in ((5, listed), (5, last), (3, dense)):
         expected = np.full((6, 2, 4, 2, 8), np.nan, np.float32)
         (found,) = cuda(expected)
         k, v = rows_of(count, 2, 8), rows_of(count, 2, 8) + 1
