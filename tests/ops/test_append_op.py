@@ -1,4 +1,4 @@
-"""The append op against the oracle, bit for bit: what it writes, and that it writes nothing else."""
+"""Append and gather against the oracle, bit for bit: what they write and return, and that no more is written."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paged_kv import reference
 from support import harness, tiers
-from support.cases import DTYPES, PAGE_SIZES, STORAGES, CacheCase, build, emptied
+from support.cases import DTYPES, PAGE_SIZES, STORAGES, UNUSED_PAGE, CacheCase, build, emptied, permuted
 from support.compare import assert_bits_equal
 from support.grids import LENGTHS, all_pairs, case_of, setting_id, tokens_of
 from support.properties import examples
@@ -20,7 +20,7 @@ GRID = all_pairs(
         "storage": STORAGES,
         "page_size": PAGE_SIZES,
         "num_kv_heads": (1, 2, 3, 8),
-        "head_dim": (7, 8, 64, 80, 128),  # append takes any
+        "head_dim": (7, 8, 64, 80, 128),  # both take any
         "lengths": LENGTHS,
         "order": ("as they are", "shuffled", "shuffled among padding"),
     }
@@ -44,6 +44,19 @@ def assert_same_memory(actual, expected, what):
         assert_bits_equal(a, e, what=f"{name} after {what}")
 
 
+def gathered(cache, lengths=None):
+    """Gathers with the op and with the oracle, compares, and returns K and V; the cache must stay as it was."""
+    lengths = cache.lengths if lengths is None else lengths
+    before = [array.copy() for array in cache.pages]
+    results = harness.gather(*cache.pages, lengths, **cache.storage)
+    expected = reference.gather(*cache.pages, lengths, **cache.storage)
+    for name, actual, e in zip(("k", "v", "indptr"), results, expected, strict=True):
+        assert_bits_equal(actual, e, what=f"{name} of {cache.case}")
+    for array, copy in zip(cache.pages, before, strict=True):
+        assert_bits_equal(array, copy, what="cache after a gather")
+    return results[:2]
+
+
 @pytest.mark.parametrize("setting", GRID, ids=setting_id)
 def test_grid(setting):
     full = build(case_of(setting))
@@ -59,6 +72,10 @@ def test_grid(setting):
     reference.append(*tokens, *expected.pages, **expected.storage)
     assert_same_memory(actual, expected, "an append")
     assert_same_memory(actual, full, "an append of all that a full cache holds")
+    for cache in full, permuted(full, rng):
+        k, v = gathered(cache)
+        assert_bits_equal(k, np.concatenate(full.keys), what="k against the tokens")
+        assert_bits_equal(v, np.concatenate(full.values), what="v against the tokens")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -83,9 +100,23 @@ def test_every_bit_pattern_arrives(dtype):
     cache = emptied(build(CacheCase(lengths=(len(k),), num_q_heads=2, head_dim=8, page_size=16, dtype=dtype, rank=5)))
     tokens = k, k[::-1], np.zeros(len(k), np.int32), np.arange(len(k), dtype=np.int32)
     harness.append(*tokens, *cache.pages, **cache.storage)
-    gathered_k, gathered_v, _ = harness.gather(*cache.pages, cache.lengths, **cache.storage)
-    assert_bits_equal(gathered_k, k, what="k")
-    assert_bits_equal(gathered_v, k[::-1], what="v")
+    for side, tokens_of_side in zip(gathered(cache), (k, k[::-1]), strict=True):
+        assert_bits_equal(side, tokens_of_side, what="gathered bits")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", [(), (0,), (0, 0, 0)], ids=str)
+@pytest.mark.parametrize(("rank", "layout"), STORAGES)
+def test_nothing_to_gather(dtype, lengths, rank, layout):
+    k, v = gathered(build(CacheCase(lengths=lengths, dtype=dtype, rank=rank, layout=layout)))
+    assert k.shape == v.shape == (0, 2, 32)
+
+
+def test_a_part_of_each_request_is_gathered():
+    """Fewer tokens than the pages hold: table entries past the needed pages are not looked at."""
+    cache = build(CacheCase(lengths=(23, 9, 0, 40), page_size=5))
+    cache.lookup_table[0, 2:] = UNUSED_PAGE
+    gathered(cache, np.array([10, 9, 0, 1], np.int32))
 
 
 @settings(max_examples=examples(100), derandomize=True, deadline=None)
@@ -117,7 +148,5 @@ def test_any_step(data):
     order = rng.permutation(np.flatnonzero(~is_old))
     harness.append(*padded(tuple(column[order] for column in tokens), rng), *cache.pages, **cache.storage)
     assert_same_memory(cache, full, "a step")
-    k, v, indptr = harness.gather(*cache.pages, cache.lengths, **cache.storage)
-    assert_bits_equal(k, tokens[0], what="gathered k")
-    assert_bits_equal(v, tokens[1], what="gathered v")
-    assert indptr[-1] == sum(full.case.lengths)
+    for side, tokens_of_side in zip(gathered(cache), tokens, strict=False):
+        assert_bits_equal(side, tokens_of_side, what="gathered tokens")
