@@ -16,7 +16,6 @@ from paged_kv.engine.engine import Engine
 from paged_kv.engine.page_file import metadata_of, pack
 from paged_kv.engine.requests import Sampling
 from paged_kv.errors import ContractError, ContractTypeError
-from support.engine_runs import Ledger
 from support.fake_model import VOCAB, FakeModel, alone
 from unit.disk_folders import bytes_in
 
@@ -400,34 +399,3 @@ def test_a_writer_that_is_held_up_holds_no_step_up(tmp_path, monkeypatch):
     assert answered(engine, [7, *PROMPT]) == alone([7, *PROMPT], FIVE)
     engine.flush()
     assert bytes_in(tmp_path, pages_only=True) > 0  # what the queue had a place for
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_200_requests_in_turns_of_engines_on_one_folder_get_their_own_tokens(tmp_path, temperature):
-    """Shared, forked, aborted, preempted; the limit is less than they write."""
-    rng = np.random.default_rng(3)
-    prefixes = [rng.integers(0, VOCAB, 60).tolist() for _ in range(4)]
-    restored = 0
-    for _ in range(4):
-        ledger = Ledger(engine_on(tmp_path, pages=34, page_size=5, limit=40_000, max_step_tokens=40, max_running=12))
-        for turn in range(50):
-            prompt = [*prefixes[rng.integers(4)][: rng.integers(1, 61)], *rng.integers(0, VOCAB, 9).tolist()]
-            sampling = Sampling(int(rng.integers(1, 40)), temperature, seed=turn, stop_tokens=(3,))
-            ledger.add(prompt, sampling, int(rng.choice([1, 1, 2, 3])), [None, "tenant"][rng.integers(2)])
-            for _ in range(rng.integers(0, 3)):
-                ledger.outputs += ledger.engine.step()
-            ledger.engine.pool.check_integrity()
-            if turn % 10 == 9:
-                ledger.engine.flush()  # a writer on a busy machine would fall behind, and leave little to be found
-            if turn % 9 == 5 and not ledger.engine.has_ended(turn):
-                ledger.engine.abort(turn)
-                ledger.aborted.add(turn)
-        ledger.finish()
-        assert ledger.check() == 0
-        assert ledger.engine.preemptions > 3
-        assert ledger.aborted
-        restored += ledger.engine.tokens_restored
-        ledger.engine.flush()
-        assert bytes_in(tmp_path) <= 40_000
-    assert restored > 1000, restored

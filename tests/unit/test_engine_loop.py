@@ -13,7 +13,7 @@ from paged_kv.engine.requests import Output, Sampling
 from paged_kv.errors import ContractError, RequestError
 from paged_kv.structured_output import Regex
 from support.engine_runs import Letters, guess_often, run
-from support.fake_model import VOCAB, FakeDraft, FakeModel, alone, logits_after
+from support.fake_model import VOCAB, FakeDraft, FakeModel, alone
 
 
 @pytest.mark.parametrize(
@@ -103,16 +103,21 @@ def test_prefixes_are_not_shared_where_that_is_not_wanted():
     assert model.computed == 2 * 101
 
 
-def test_the_first_request_goes_on_whatever_comes_after_it():
-    model = FakeModel(4, 4)  # one request needs all of it
-    engine = Engine(model)
-    order = []
-    for prompt in ([1, 2, 3], [4, 5, 6], [7, 8, 9]):
+@pytest.mark.parametrize("share_prefixes", [True, False])
+def test_the_first_request_goes_on_whatever_comes_after_it(share_prefixes):
+    """The others are preempted, and what was computed of them is computed again."""
+    engine = Engine(FakeModel(4, 4), share_prefixes=share_prefixes)  # one request needs all of it
+    prompts = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    for prompt in prompts:
         engine.add_request(prompt, Sampling(14))
+    outputs = []
     while not engine.is_idle:
-        order += [output.request for output in engine.step() if output.finish]
-    assert order == [0, 1, 2]
+        outputs += engine.step()
+    assert [output.request for output in outputs if output.finish] == [0, 1, 2]
     assert engine.preemptions > 0
+    for number, prompt in enumerate(prompts):
+        tokens = [token for output in outputs if output.request == number for token in output.tokens]
+        assert tokens == alone(prompt, Sampling(14))
 
 
 def test_a_sample_that_decodes_does_not_wait_for_a_prompt_that_came_before_it():
@@ -124,16 +129,6 @@ def test_a_sample_that_decodes_does_not_wait_for_a_prompt_that_came_before_it():
     quick = engine.add_request([1, 2, 3, 4, 5], Sampling(3))
     order = [output.request for _ in range(3) for output in engine.step()]
     assert order == [quick] * 3
-
-
-def test_what_was_computed_of_a_preempted_sample_is_computed_again():
-    engine = Engine(FakeModel(6, 4), share_prefixes=False)
-    prompts = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
-    for prompt in prompts:
-        engine.add_request(prompt, Sampling(14))
-    found = run(engine)
-    assert engine.preemptions > 0
-    assert found == {(i, 0): alone(prompt, Sampling(14)) for i, prompt in enumerate(prompts)}
 
 
 @pytest.mark.parametrize("window", [0, 5, 16])
@@ -312,7 +307,3 @@ def test_structures_are_compiled_beside_the_steps():
                 await task
 
     asyncio.run(main())
-
-
-def test_the_fake_model_depends_on_every_token():
-    assert not np.array_equal(logits_after([1, 2, 3]), logits_after([2, 1, 3]))

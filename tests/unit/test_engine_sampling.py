@@ -26,15 +26,6 @@ def test_every_kind_of_sampling_gets_its_own_tokens_beside_the_others_and_after_
         assert (engine.preemptions > 10) == (num_pages == 24)
 
 
-def test_a_penalty_counts_what_a_sample_has_not_what_others_have():
-    frequent = Sampling(60, frequency_penalty=2.0)
-    engine = Engine(FakeModel(100, 4))
-    engine.add_request([1], frequent, 2)
-    first, second = run(engine).values()
-    assert first == second == alone([1], frequent)
-    assert np.bincount(first, minlength=VOCAB).max() <= 4 < np.bincount(alone([1], Sampling(60)), minlength=VOCAB).max()
-
-
 def test_a_step_calls_the_sampler_once_for_all_its_samples():
     engine, calls = Engine(FakeModel(100, 4)), []
 
