@@ -92,68 +92,39 @@ def of_another_model(file):
 
 
 FAULTS = {
-    "missing": (lambda parts: parts[1].unlink(), r"tiny-00002-of-00003\.gguf: cannot be read: .*No such file"),
-    "first missing": (lambda parts: parts[0].unlink(), r"tiny-00001-of-00003\.gguf: cannot be read"),
-    "no file": (
-        lambda parts: (parts[1].unlink(), os.mkfifo(parts[1])),
-        r"tiny-00002-of-00003\.gguf: cannot be read: .*not a regular file",
-    ),
-    "cut": (lambda parts: os.truncate(parts[2], 2000), r"tiny-00003-of-00003\.gguf: cut short"),
-    "wrong order": (lambda parts: swap(*parts[1:]), r"tiny-00002-of-00003\.gguf: split\.no: expected 1, got 2"),
-    "twice": (
-        lambda parts: shutil.copy(parts[0], parts[1]),
-        r"tiny-00002-of-00003\.gguf: split\.no: expected 1, got 0",
-    ),
-    "tensors twice": (
-        lambda parts: (shutil.copy(parts[1], parts[2]), renumber(parts[2], no=2)),
-        r"tiny-00003-of-00003\.gguf: tensor blk\.\S+ is there, and in an earlier part",
-    ),
-    "other count": (
-        lambda parts: renumber(parts[1], count=4),
-        r"00002-of-00003\.gguf: split\.count: expected 3, got 4",
-    ),
-    "all counts": (
-        lambda parts: [renumber(part, count=4) for part in parts],
-        r"0000\d-of-00003\.gguf: name: expected NAME-00001-of-00004\.gguf for a part of split\.count = 4$",
-    ),
-    "no count": (
-        lambda parts: renumber(parts[0], count=0),
-        r"tiny-00001-of-00003\.gguf: split\.count: expected a number of parts or tensors, got 0$",
-    ),
-    "one": (
-        lambda parts: renumber(parts[0], count=1),
-        r"00001-of-00003\.gguf: split\.tensors\.count: expected 8, got 21$",
-    ),
-    "other tensors": (
-        lambda parts: renumber(parts[2], tensors=20),
-        r"tiny-00003-of-00003\.gguf: split\.tensors\.count: expected that of tiny-00001-of-00003\.gguf, got 20",
-    ),
-    "lying tensors": (
-        lambda parts: [renumber(part, tensors=22) for part in parts],
-        r"tiny-00001-of-00003\.gguf: split\.tensors\.count: expected 21, got 22$",
-    ),
-    "negative tensors": (
-        lambda parts: [renumber(part, tensors=-1) for part in parts],
-        r"tiny-00001-of-00003\.gguf: split\.tensors\.count: expected a number of parts or tensors, got -1$",
-    ),
-    "other model": (
-        lambda parts: of_another_model(parts[1]),
-        r"tiny-00002-of-00003\.gguf: general\.architecture: expected that of .*, got 'qwen2': a part of another model",
-    ),
-    "renamed": (
-        lambda parts: parts[0].rename(parts[0].with_name("model.gguf")),
-        r"model\.gguf: name: expected .* for a part of split\.count = 3$",
-    ),
-    "other name": (
-        lambda parts: parts[1].rename(parts[1].with_name("other-00002-of-00003.gguf")),
-        r"tiny-00002-of-00003\.gguf: cannot be read",
-    ),
-}
+    # what is done, the part that is named, the words
+    "missing": (lambda parts: parts[1].unlink(), 2, "cannot be read: .*No such file"),
+    "first missing": (lambda parts: parts[0].unlink(), 1, "cannot be read"),
+    "no file": (lambda parts: (parts[1].unlink(), os.mkfifo(parts[1])), 2, "cannot be read: .*not a regular file"),
+    "cut": (lambda parts: os.truncate(parts[2], 2000), 3, "cut short"),
+    "wrong order": (lambda parts: swap(*parts[1:]), 2, r"split\.no: expected 1, got 2"),
+    "twice": (lambda parts: shutil.copy(parts[0], parts[1]), 2, r"split\.no: expected 1, got 0"),
+    "tensors twice": (lambda parts: (shutil.copy(parts[1], parts[2]), renumber(parts[2], no=2)),
+                      3, r"tensor blk\.\S+ is there, and in an earlier part"),
+    "other count": (lambda parts: renumber(parts[1], count=4), 2, r"split\.count: expected 3, got 4"),
+    "all counts": (lambda parts: [renumber(part, count=4) for part in parts],
+                   r"\d", r"name: expected NAME-00001-of-00004\.gguf for a part of split\.count = 4$"),
+    "no count": (lambda parts: renumber(parts[0], count=0),
+                 1, r"split\.count: expected a number of parts or tensors, got 0$"),
+    "one": (lambda parts: renumber(parts[0], count=1), 1, r"split\.tensors\.count: expected 8, got 21$"),
+    "other tensors": (lambda parts: renumber(parts[2], tensors=20),
+                      3, r"split\.tensors\.count: expected that of tiny-00001-of-00003\.gguf, got 20"),
+    "lying tensors": (lambda parts: [renumber(part, tensors=22) for part in parts],
+                      1, r"split\.tensors\.count: expected 21, got 22$"),
+    "negative tensors": (lambda parts: [renumber(part, tensors=-1) for part in parts],
+                         1, r"split\.tensors\.count: expected a number of parts or tensors, got -1$"),
+    "other model": (lambda parts: of_another_model(parts[1]),
+                    2, r"general\.architecture: expected that of .*, got 'qwen2': a part of another model"),
+    "renamed": (lambda parts: parts[0].rename(parts[0].with_name("model.gguf")),
+                None, r"name: expected .* for a part of split\.count = 3$"),
+    "other name": (lambda parts: parts[1].rename(parts[1].with_name("other-00002-of-00003.gguf")), 2, "cannot be read"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_wrong_parts_are_refused(parts, fault):
-    damage, message = FAULTS[fault]
+    damage, part, words = FAULTS[fault]
+    message = rf"{'model' if part is None else f'tiny-0000{part}-of-00003'}\.gguf: {words}"
     damage(parts)
     first, *others = sorted(file for file in parts[0].parent.iterdir() if file.name != "other-00002-of-00003.gguf")
     tracemalloc.start()
