@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -70,33 +71,15 @@ def test_v2_lites_file(tmp_path):
 
 
 def test_v2s_file(tmp_path):
-    config = read(tmp_path, LARGE)
-    assert config.latent is not None
+    config, lite = read(tmp_path, LARGE), read(tmp_path, LITE)
     assert config.latent.q_rank == 1536
-    assert config.experts == Experts(
-        count=160,
-        chosen=6,
-        inner=1536,
-        shared_inner=3072,
-        layers=(False,) + (True,) * 59,
-        groups=8,
-        chosen_groups=3,
-        scale=16.0,
-    )
+    sizes = {"count": 160, "inner": 1536, "shared_inner": 3072, "groups": 8, "chosen_groups": 3, "scale": 16.0}
+    assert config.experts == replace(lite.experts, layers=(False,) + (True,) * 59, **sizes)
 
 
 def test_a_file_like_v3(tmp_path):
-    config = read(tmp_path, MOONLIGHT)
-    assert config.experts == Experts(
-        count=64,
-        chosen=6,
-        inner=1408,
-        shared_inner=2816,
-        layers=(False,) + (True,) * 26,
-        sigmoid=True,
-        sums_to_one=True,
-        scale=2.446,
-    )
+    config, lite = read(tmp_path, MOONLIGHT), read(tmp_path, LITE)
+    assert config.experts == replace(lite.experts, sigmoid=True, sums_to_one=True, scale=2.446)
     bias = {name: shape for name, shape in expected_tensors(config).items() if name.endswith("correction_bias")}
     assert bias == {f"model.layers.{i}.mlp.gate.e_score_correction_bias": (64,) for i in range(1, 27)}
 
@@ -185,14 +168,6 @@ def test_stacks_are_put_together_from_the_checkpoints_tensors(small, dtype):
         heads = tensors[f"{at}.self_attn.kv_b_proj.weight"].reshape(4, 40, 32).to(TORCH[dtype])
         assert torch.equal(to_torch(loaded[f"{at}.self_attn.k_up_proj.weight"]), heads[:, :16].transpose(1, 2))
         assert torch.equal(to_torch(loaded[f"{at}.self_attn.v_up_proj.weight"]), heads[:, 16:])
-    for layer in (1, 2):
-        at = f"model.layers.{layer}.mlp.experts"
-        gates, ups, downs = (
-            torch.stack([tensors[f"{at}.{expert}.{name}_proj.weight"] for expert in range(4)]).to(TORCH[dtype])
-            for name in ("gate", "up", "down")
-        )
-        assert torch.equal(to_torch(loaded[f"{at}.gate_up_proj.weight"]), torch.cat([gates, ups], dim=1))
-        assert torch.equal(to_torch(loaded[f"{at}.down_proj.weight"]), downs)
     assert not any(name in loaded for name in tensors if ".experts.0." in name or "kv_b_proj" in name)
 
 
@@ -217,14 +192,11 @@ def test_an_expert_too_many_is_refused(small):
         open_checkpoint(folder).load(config, DType.float32)
 
 
-@pytest.mark.parametrize("key", ["n_routed_experts", "num_attention_heads"])
-def test_sizes_that_no_checkpoint_has_are_refused_before_names_are_made(tmp_path, key):
-    count = 2**31 - 8
-    heads = {"num_attention_heads": count, "num_key_value_heads": count} if key == "num_attention_heads" else {}
-    read(tmp_path, SMALL, **{key: count} | heads)
+def test_a_number_of_heads_that_no_checkpoint_has_is_refused_before_names_are_made(tmp_path):
+    read(tmp_path, SMALL, num_attention_heads=2**31 - 8, num_key_value_heads=2**31 - 8)
     tensors = {f"{index}": ("F32", (1,), b"abcd") for index in range(24)}
     (tmp_path / SINGLE_FILE).write_bytes(raw_safetensors(tensors))
-    with pytest.raises(CheckpointError, match=r"experts, but only 24 tensors|is missing"):
+    with pytest.raises(CheckpointError, match="is missing"):
         open_source(tmp_path).load(DType.float32)
 
 

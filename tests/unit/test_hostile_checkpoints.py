@@ -8,7 +8,6 @@ import tracemalloc
 
 import gguf
 import pytest
-from max.dtype import DType
 
 from paged_kv.checkpoint.config import load_config
 from paged_kv.checkpoint.file_errors import file_errors
@@ -116,12 +115,6 @@ def test_an_original_context_of_one_token_is_refused(tmp_path, kind, context):
         refused(load_config, tmp_path, match=r"original_max_position_embeddings = 1: at least 2 is expected")
     else:
         load_config(tmp_path)
-
-
-@pytest.mark.parametrize("theta", [1, 0.5, 1e-30, 2e18])
-def test_a_rotary_base_that_is_none_is_refused(tmp_path, theta):
-    write_config(tmp_path, rope_theta=theta)
-    refused(load_config, tmp_path, match="rope_theta = .*: a number from 1 to 1e")
 
 
 def test_a_file_that_is_too_large_is_not_read(tmp_path):
@@ -258,35 +251,30 @@ KEYS += ["llama.rope.dimension_count", "llama.attention.sliding_window", "genera
 KEYS += [f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot")]
 
 
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("rope", [False, True])
-@pytest.mark.parametrize("key", KEYS)
-def test_hostile_metadata_of_a_gguf_file_is_refused(tmp_path, key, rope):
-    """Try every value of each key: most are refused when the configuration is read, others for missing weights."""
-    tensors = [("token_embd.weight", (16, 32), 0)] + [("rope_freqs.weight", (4,), 0)] * rope
-    for number, value in enumerate(gguf_values()):
-        file = raw_gguf(tmp_path / f"{number}.gguf", gguf_model() | {key: value}, tensors)
-        refused(config_of_gguf, file)
-
-
 SIZES_OF_EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 16}
+OF_EXPERTS = [*SIZES_OF_EXPERTS, "expert_weights_norm", "block_count"]
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("kind", ["qwen3moe", "gpt-oss"])
-@pytest.mark.parametrize("key", [*SIZES_OF_EXPERTS, "expert_weights_norm", "block_count"])
-def test_hostile_metadata_of_a_mixture_is_refused(tmp_path, kind, key):
-    model = gguf_model(kind)
-    model |= {f"{kind}.{name}": (4, struct.pack("<I", size)) for name, size in SIZES_OF_EXPERTS.items()}
+@pytest.mark.parametrize(
+    ("kind", "key", "rope"),
+    [
+        *(("llama", key, rope) for key in KEYS for rope in (False, True)),
+        *((kind, f"{kind}.{key}", False) for kind in ("qwen3moe", "gpt-oss") for key in OF_EXPERTS),
+    ],
+)
+def test_hostile_metadata_of_a_gguf_file_is_refused(tmp_path, kind, key, rope):
+    """Try every value of each key: most are refused when the configuration is read, others for missing weights."""
+    model, tensors = gguf_model(kind), [("token_embd.weight", (16, 32), 0)] + [("rope_freqs.weight", (4,), 0)] * rope
+    if kind != "llama":
+        model |= {f"{kind}.{name}": (4, struct.pack("<I", size)) for name, size in SIZES_OF_EXPERTS.items()}
     for number, value in enumerate(gguf_values()):
-        metadata = model | {f"{kind}.{key}": value}
-        file = raw_gguf(tmp_path / f"{number}.gguf", metadata, [("token_embd.weight", (16, 32), 0)])
-        refused(config_of_gguf, file)
+        refused(config_of_gguf, raw_gguf(tmp_path / f"{number}.gguf", model | {key: value}, tensors))
 
 
 def test_an_error_of_any_type_becomes_one_that_names_the_file(tmp_path):
     """With the error itself as its cause; what ends a program, and a lack of memory, go through."""
-    refused(opens_with, tmp_path / "nested", architectures=[["x"]], match=r"config\.json: architectures = ")
+    refused(open_source, write_config(tmp_path / "nested", architectures=[["x"]]), match=r"json: architectures = ")
     write_config(tmp_path)
     header = {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, float("inf")]}}
     text = json.dumps(header).encode()
@@ -301,22 +289,10 @@ def test_an_error_of_any_type_becomes_one_that_names_the_file(tmp_path):
             raise kind
 
 
-def opens_with(folder, **values):
-    return open_source(write_config(folder, **values))
-
-
-ODD_TEMPLATES = [
-    [{"name": ["x"], "template": "a"}],
-    [{"name": 5, "template": "a"}],
-    [{"name": "default", "template": 5}],
-    [{"name": "default"}],
-    ["a"],
-    5,
-    {"default": "a"},
-]
-
-
-@pytest.mark.parametrize("templates", ODD_TEMPLATES, ids=str)
+@pytest.mark.parametrize(
+    "templates",
+    [[{"name": ["x"], "template": "a"}], [{"name": "default"}], [{"name": "default", "template": 5}], ["a"], 5],
+)
 def test_chat_templates_of_odd_names_and_types_are_refused(tmp_path, templates):
     write_demo_checkpoint(tmp_path / "model")
     rewrite(tmp_path / "model" / "tokenizer_config.json", chat_template=templates)
@@ -362,8 +338,3 @@ def test_a_special_token_of_a_gguf_file_that_is_no_number(tmp_path):
 def test_names_with_control_characters_do_not_reach_a_terminal(tmp_path):
     name = "token\n\x1b[31membd\0"
     refused(open_gguf, raw_gguf(tmp_path / "a.gguf", gguf_model(), [(name, (0,), 0)]), match=r"token\\n\\x1b")
-    write_config(tmp_path)
-    held = {name: ("F32", (1,), b"abcd"), "b": ("F32", (1,), b"abcd"), "c": ("F32", (1,), b"abcd")}
-    (tmp_path / "model.safetensors").write_bytes(raw_safetensors(held))
-    source = open_source(tmp_path)
-    refused(source.load, DType.float32)

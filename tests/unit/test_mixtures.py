@@ -70,18 +70,9 @@ def test_qwen3_moes_file(tmp_path):
 
 def test_gpt_oss_file(tmp_path):
     config = read(tmp_path, GPT)
-    assert config.experts == Experts(
-        count=32,
-        chosen=4,
-        inner=2880,
-        layers=(True,) * 24,
-        sums_to_one=True,
-        router="router",
-        bias=True,
-        units=ClampedUnits(alpha=1.702, limit=7.0),
-        transposed=True,
-        alternating=True,
-    )
+    layout = {"router": "router", "bias": True, "transposed": True, "alternating": True, "sums_to_one": True}
+    layout["units"] = ClampedUnits(alpha=1.702, limit=7.0)
+    assert config.experts == Experts(count=32, chosen=4, inner=2880, layers=(True,) * 24, **layout)
     assert dict(config.encodings) == {
         f"model.layers.{layer}.mlp.experts.{name}_proj.weight": "MXFP4"
         for layer in range(24)
