@@ -4,8 +4,8 @@ import json
 from itertools import permutations, product
 
 import pytest
-import tokenizers
 
+from paged_kv.engine.demo import byte_tokenizer
 from paged_kv.serve.chat import ChatFormat
 from paged_kv.serve.chat.any_order import object_rule
 from paged_kv.serve.chat.grammar import Rules
@@ -26,10 +26,7 @@ WRITTEN = {"a": "1", "b": '"x"', "é/c": '{"n": {}}', "q": "true", "z": "false"}
 
 @pytest.fixture(scope="module")
 def compiler():
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({each: at for at, each in enumerate(alphabet)}, []))
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    return StructureCompiler(tokenizer)
+    return StructureCompiler(byte_tokenizer())
 
 
 def of(schema):

@@ -1,12 +1,11 @@
 """Grammars of texts as grammars of their JSON."""
 
 import json
-from functools import cache
 
 import pytest
-import tokenizers
 
 from paged_kv.checkpoint.source import open_source
+from paged_kv.engine.demo import byte_tokenizer
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.serve.chat import ChatFormat
 from paged_kv.serve.chat.json_lark import in_json
@@ -19,19 +18,11 @@ from paged_kv.structured_output import Grammar, StructureCompiler
 from support.chats import TEMPLATES
 from support.tool_chats import GENERIC, HERMES
 
-
-@cache
-def compiler():
-    """A compiler for a vocabulary of bytes."""
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({each: at for at, each in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    return StructureCompiler(tokenizer)
+COMPILER = StructureCompiler(byte_tokenizer())
 
 
 def accepts(lark, text):
-    return compiler().accepts(Grammar(lark), text)
+    return COMPILER.accepts(Grammar(lark), text)
 
 
 LINES = """
@@ -65,55 +56,47 @@ def test_a_grammar_of_texts_is_one_of_their_json(lark, texts, others):
         assert written == text or not accepts(inside, text)  # as it is, it would end the string
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        *("%ignore WS", "%json {}", "%import x.Y", "A: ~/x/", "A: /(?=x)/", "A: /x/u"),
-        *('A: "a".."z"', "A: <eos>", 'A: "\\n"i'),
-    ],
-)
-def test_a_grammar_that_is_not_written_is_told_to_the_model_alone(part):
-    lark = f'start: "a"\n{part}\n'
-    assert in_json(lark) is None
-    ignored = Ignored(UnknownParts())
-    form = {"type": "grammar", "syntax": "lark", "definition": lark}
-    tools = [{"type": "custom", "name": "f", "format": form}]
-    model = ServedModel(open_source(FOLDER), "demo", 4096, HERMES)
-    read_response(BodyFields({"input": "x", "tools": tools}, ignored=ignored), model)
-    assert ignored.paths == ["tools[0].format.definition"]
+def told(template, syntax, definition):
+    """The parts that are ignored where a tool has this format, and the structure of the answer."""
+    ignored, model = Ignored(UnknownParts()), ServedModel(open_source(FOLDER), "demo", 4096, template)
+    form = {"type": "grammar", "syntax": syntax, "definition": definition}
+    tools = [{"type": "custom", "name": "f", "format": form}, {"type": "custom", "name": "g"}]
+    (job,) = read_response(BodyFields({"input": "x", "tools": tools}, ignored=ignored), model).jobs
+    return ignored.paths, job.sampling.structured_output
 
 
 NO_JSON = ("qwen-coder", "gemma", "function-gemma")
-
-
-@pytest.mark.parametrize("name", NO_JSON)
-def test_a_grammar_is_told_to_the_model_alone_where_calls_are_no_json(name):
-    ignored, model = Ignored(UnknownParts()), ServedModel(open_source(FOLDER), "demo", 4096, TEMPLATES[name])
-    form = {"type": "grammar", "syntax": "lark", "definition": LINES}
-    tools = [{"type": "custom", "name": "f", "format": form}, {"type": "custom", "name": "g"}]
-    (job,) = read_response(BodyFields({"input": "x", "tools": tools}, ignored=ignored), model).jobs
-    assert ignored.paths == ["tools[0].format.definition"]
-    assert "%lark" not in job.sampling.structured_output.lark
+NOT_WRITTEN = ("%ignore WS", "%json {}", "%import x.Y", "A: ~/x/", "A: /(?=x)/", "A: /x/u", 'A: "a".."z"', "A: <eos>")
+NOT_WRITTEN = [f'start: "a"\n{part}\n' for part in (*NOT_WRITTEN, 'A: "\\n"i')]
+NOT_COMPILED = [("regex", "("), ("regex", "(?=x)x"), ("lark", "start: other\n"), ("lark", "")]
 
 
 @pytest.mark.parametrize(
-    ("syntax", "definition"), [("regex", "("), ("regex", "(?=x)x"), ("lark", "start: other\n"), ("lark", "")]
+    ("template", "syntax", "definition"),
+    [
+        *((HERMES, "lark", lark) for lark in NOT_WRITTEN),
+        *((HERMES, *each) for each in NOT_COMPILED),
+        *((TEMPLATES[name], "lark", LINES) for name in NO_JSON),
+    ],
 )
-def test_a_format_that_cannot_be_compiled_is_told_to_the_model_alone(syntax, definition):
-    ignored, model = Ignored(UnknownParts()), ServedModel(open_source(FOLDER), "demo", 4096, HERMES)
-    tools = [{"type": "custom", "name": "f", "format": {"type": "grammar", "syntax": syntax, "definition": definition}}]
-    read_response(BodyFields({"input": "x", "tools": tools}, ignored=ignored), model)
-    assert ignored.paths == ["tools[0].format.definition"]
+def test_a_format_that_cannot_be_enforced_is_told_to_the_model_alone(template, syntax, definition):
+    """One that is not written, cannot be compiled, or is of a model whose calls are no JSON."""
+    paths, structure = told(template, syntax, definition)
+    assert paths == ["tools[0].format.definition"]
+    assert structure is None or "%lark" not in structure.lark
+
+
+@pytest.mark.parametrize("lark", NOT_WRITTEN)
+def test_a_grammar_that_is_not_written_has_no_json(lark):
+    assert in_json(lark) is None
 
 
 @pytest.mark.parametrize("name", ["generic", *(name for name in TEMPLATES if name not in NO_JSON)])
 def test_calls_that_are_json_are_held_to_a_grammar(name):
-    chat, parameters = (
-        ChatFormat({"default": TEMPLATES.get(name, GENERIC)}, {}),
-        {"properties": {"input": {"type": "string"}}},
-    )
+    chat = ChatFormat({"default": TEMPLATES.get(name, GENERIC)}, {})
+    parameters = {"properties": {"input": {"type": "string"}}}
     tools = [{"type": "function", "function": {"name": "patch", "parameters": parameters}}]
     structure = chat.structure(tools, "required", False, None, "[assistant]", "", {"patch": in_json(LINES)})
     for text, is_right in (('*** Begin\n+"\n*** End {', True), ("*** Begin\n", False), ("x", False)):
         written = chat.syntax.write([Call("patch", {"input": text}, "abcdefghi")])
-        assert compiler().accepts(structure, written) == is_right
+        assert COMPILER.accepts(structure, written) == is_right
