@@ -266,29 +266,15 @@ PAIR = np.zeros((4, 5, 2, 8), np.float16)
 @pytest.mark.parametrize(
     ("cache", "layout", "error", "said"),
     [
-        (np.zeros((4, 5, 2, 8)), "NHD", ShapeError, r"kv_data must have 5 dimensions, .*\(4, 5, 2, 8\)"),
-        (np.zeros((4, 3, 5, 2, 8)), "NHD", ShapeError, r"kv_data: dimension 1 must be 2 .*\(4, 3, 5, 2, 8\)"),
-        ((PAIR,), "NHD", ShapeError, "kv_data.*not 1 arrays"),
         ((PAIR, one_layer()), "NHD", ShapeError, r"kv_data\[1\] must have 4 dimensions"),
-        ((PAIR, PAIR.astype("float32")), "NHD", ContractTypeError, r"kv_data\[1\]: dtype float32 differs.*float16"),
-        ((PAIR, PAIR[:3]), "NHD", ShapeError, r"kv_data\[1\]: shape \[3, 5, 2, 8\] differs .*\[4, 5, 2, 8\]"),
         ((PAIR, None), "NHD", ContractTypeError, r"kv_data\[1\] must be an array.*NoneType"),
-        (one_layer()[..., ::2], "NHD", ContractError, "kv_data: the elements of a head.* stride is 2"),
         (one_layer().swapaxes(-1, -2), "NHD", ContractError, "kv_data: the elements of a head.* stride is 8"),
-        (one_layer()[::-1], "NHD", ContractError, "kv_data has a negative stride"),
-        (one_layer(), "DHN", ContractError, "kv_layout: expected 'NHD' or 'HND', got 'DHN'"),
         (one_layer(), None, ContractError, "kv_layout: expected .* got None"),
-        (read_only(), "NHD", ContractError, "kv_data is read-only"),
-        (
-            torch.zeros(1, 2, 5, 2, 8).expand(4, 2, 5, 2, 8),
-            "NHD",
-            ContractError,
-            "kv_data is to be written, but some of its elements share memory",
-        ),
-        ((PAIR, PAIR), "NHD", ContractError, r"kv_data\[1\] shares memory with kv_data\[0\]"),
+        (torch.zeros(1, 2, 5, 2, 8).expand(4, 2, 5, 2, 8), "NHD", ContractError, "some of its elements share memory"),
     ],
 )
 def test_caches_that_cannot_be_addressed_are_refused(cache, layout, error, said):
+    """Beside the rows of `tests/api/test_contract.py`."""
     with pytest.raises(error, match=said):
         Pages.of(cache, layout, "kv_data", writable=True)
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -153,7 +154,7 @@ def test_all_has_more_cases_and_comparisons(fake_jobs, tmp_path, capsys):
     assert [peer for case, peer in fake_jobs if case == "f16"] == ["-", "torch", "ort"]
     assert [peer for case, peer in fake_jobs if case == "mla-16"] == ["-", "vllm-mla", "torch-mla", "torch-mla-sdpa"]
     assert _run(["bench", "--cases", "mla-16"]) == 2
-    assert "got 'mla-16'" in capsys.readouterr().err
+    assert re.search("error: --cases: expected one of bf16, f32, .*, got 'mla-16'", capsys.readouterr().err)
 
 
 def test_comparisons_that_need_amx_run_where_it_is(fake_jobs, tmp_path):
@@ -204,17 +205,10 @@ def test_a_profile_is_of_the_package_alone_and_stands_below_the_table(monkeypatc
     assert capsys.readouterr().out.endswith(f"{BY_NAME['step-1'].title}:\na table\n")
     assert read_results(tmp_path / "znver4.csv")["rows"][0]["profile"] == ["a table"]
     assert _run(["bench", "--quick", "--profile"]) == 2
-    assert (
-        "--profile: expected a case of a model's steps (step-1, step-8, step-prefill), got none"
-        in capsys.readouterr().err
-    )
+    wrong = "--profile: expected a case of a model's steps (step-1, step-8, step-prefill), got none"
+    assert wrong in capsys.readouterr().err
 
 
 def test_the_list_names_the_cases(capsys):
     assert _run(["bench", "--list"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [case.name for case in USUAL]
-
-
-def test_the_command_refuses_in_one_line(capsys):
-    assert _run(["bench", "--cases", "nope"]) == 2
-    assert "error: --cases: expected one of bf16, f32" in capsys.readouterr().err

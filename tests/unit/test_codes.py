@@ -84,17 +84,6 @@ def test_a_plan_of_codes():
 SIZES = {"num_blocks": 3, "block_size": 4, "num_kv_heads": 2, "batch_size": 1, "max_blocks_per_seq": 2}
 
 
-def test_the_functional_cache():
-    for kv, stored in (("int8", 28), ("int4", 16)):
-        cache = init_paged_kv_cache(**SIZES, head_dim=24, dtype=kv)
-        assert cache.key_pool.shape == cache.value_pool.shape == (3, 4, 2, stored)
-        assert (cache.head_dim, cache.kv_format) == (24, kv)
-        assert cache.key_pool.dtype == stored_dtype(kv)
-        with pytest.raises(ShapeError, match="head_dim must be a multiple of 8"):
-            init_paged_kv_cache(**SIZES, head_dim=20, dtype=kv)
-    assert init_paged_kv_cache(**SIZES, head_dim=20, dtype="uint8").head_dim == 20
-
-
 @pytest.mark.parametrize(
     ("dtype", "kind", "kv_format"),
     [
