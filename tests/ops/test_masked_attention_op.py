@@ -159,83 +159,19 @@ def test_rows_that_see_nothing(pair):
     assert np.isfinite(lse[5]).all()
 
 
-@pytest.mark.parametrize("pair", EXAMPLES, ids="-".join)
-def test_branches_of_a_tree_are_sequences_of_their_own(pair):
-    """Drafts after a context of 150 tokens: each row sees the context and its ancestors, in a window from its depth."""
-    context, parents = 150, [-1, -1, 0, 0, 1, 2, 2, 5, 7]
-    cache = cache_of(pair[1], context + len(parents))
-    paths: list[list[int]] = []
-    for i, parent in enumerate(parents):
-        paths.append([*(paths[parent] if parent >= 0 else []), i])
-    mask, starts = pack([np.isin(np.arange(len(parents)), path) for path in paths])
-    row_masks = {
-        "mask": mask,
-        "mask_starts": starts,
-        "mask_firsts": np.full(len(parents), context, np.int32),
-        "row_positions": np.array([context + len(path) - 1 for path in paths], np.int32),
-    }
-    q, row_batch, _ = causal_rows(cache, [len(parents)])
-    lengths = np.full(len(parents), context + len(parents), np.int32)
-    window = 100
-    o, lse = harness.masked_attention(q, *cache.pages, row_batch, lengths, **row_masks, window_left=window)
-    for row, path in enumerate(paths):
-        tokens = [*range(context), *(context + i for i in path)]
-        keys, values = (side[0][tokens][None] for side in (cache.keys, cache.values))  # one page
-        call = np.zeros((1, 1), np.uint32), np.zeros(1, np.int32), np.array([len(tokens)])
-        # A draft's slot is after its depth, so the window reaches as many context tokens and every ancestor.
-        expected = reference.attention(q[[row]], keys, values, *call, window_left=window)
-        assert_close(o[[row]], expected[0], rel=REL[pair[0]], what=f"o of draft {row}")
-        assert_lse_close(lse[[row]], expected[1], tol=LSE_TOL, what=f"lse of draft {row}")
-
-
-OPTIONS = {"rope_theta": 1e4}, {"window_left": 90}, {"alibi_slopes": np.linspace(-0.02, 0.02, 8)}
-"""Options that each depends on positions."""
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options)))
-@pytest.mark.parametrize("pair", EXAMPLES, ids="-".join)
-def test_levels_of_a_cascade_merge_to_the_whole(pair, options):
-    """A request in three parts, each with its offset; merged, they are the request."""
-    cache = cache_of(pair[1], 240, page_size=16)
-    q, row_batch, lengths = causal_rows(cache, [30])
-    whole = reference.attention(q, *cache.pages, row_batch, lengths, **options)
-    merged = np.zeros_like(whole[0]), np.full_like(whole[1], -np.inf)
-    for begin, end in (0, 112), (112, 128), (128, 240):
-        row_masks = {"token_offsets": np.array([begin], np.int32), "row_positions": lengths - 1}
-        pages = cache.k_blocks, cache.v_blocks, cache.lookup_table[:, begin // 16 :]
-        part = np.clip(lengths, begin, end) - begin
-        o, lse = harness.masked_attention(q, *pages, row_batch, part.astype(np.int32), **row_masks, **options)
-        merged = reference.merge(*merged, o.astype(np.float64), lse)
-    assert_close(merged[0], whole[0], rel=REL[pair[0]], what="o")
-    assert_lse_close(merged[1], whole[1], tol=LSE_TOL, what="lse")
-
-
-@pytest.mark.parametrize("pair", EXAMPLES, ids="-".join)
-def test_any_split_of_the_rows_gives_what_one_piece_gives(pair):
-    setting = {"rows": 70, "positions": True, "offsets": True, "mask": "first"}
-    cache = cache_of(pair[1], 300, 77)
-    rows = rows_of(cache, setting, pair[0])
-    whole = compare(cache, rows, window_left=200)
-    for cuts in (1, 40, 69, 130), (70, 90, 141, 150, 209):
-        for begin, end in zip((0, *cuts), (*cuts, len(rows.q)), strict=True):
-            row_masks = {k: v if k in ("mask", "token_offsets") else v[begin:end] for k, v in rows.row_masks.items()}
-            part = (rows.q[begin:end], *cache.pages, rows.row_batch[begin:end], rows.row_lengths[begin:end])
-            o, lse = harness.masked_attention(*part, **row_masks, window_left=200)
-            assert_close(o, whole[0][begin:end].astype(np.float64), rel=2 * REL[pair[0]], what=f"o from {begin}")
-            assert_lse_close(lse, whole[1][begin:end], tol=2 * LSE_TOL, what=f"lse from {begin}")
-
-
-@pytest.mark.parametrize("pair", EXAMPLES, ids="-".join)
-@pytest.mark.parametrize("group", [1, 16])
-def test_without_masks_it_is_plain_attention(pair, group):
-    """Decode and prefill, whole rows and long ones that are split; padding too."""
-    cache = cache_of(pair[1], 1, 0, 700, 33, num_q_heads=2 * group)
-    q, row_batch, lengths = causal_rows(cache, [1, 0, 40, 1])
-    row_batch[5] = -1
-    o, lse = harness.masked_attention(q, *cache.pages, row_batch, lengths)
-    expected = reference.attention(q, *cache.pages, row_batch, lengths)
-    assert_close(o, expected[0], rel=REL[pair[0]], what="o")
-    assert_lse_close(lse, expected[1], tol=LSE_TOL, what="lse")
+def test_pages_before_every_window_are_not_looked_at():
+    """The window counts back from positions."""
+    cache = cache_of("float32", 40)
+    row_batch, lengths, positions = np.zeros(2, np.int32), np.full(2, 40, np.int32), np.full(2, 39, np.int32)
+    call = (causal_rows(cache, [2])[0], *cache.pages, row_batch, lengths)
+    options = {"row_positions": positions, "window_left": 5}
+    expected = harness.masked_attention(*call, **options)
+    cache.lookup_table[0, :2] = 99  # 16 tokens a page, and the window begins at token 34
+    for again, once in zip(harness.masked_attention(*call, **options), expected, strict=True):
+        assert_bits_equal(again, once, what="without the pages before")
+    positions[1] = 36  # begins at token 31
+    with harness.refused("lookup_table", "request 0", "page slot 1", 99):
+        harness.masked_attention(*call, **options)
 
 
 @pytest.mark.parametrize("call", [harness.attention, harness.masked_attention])

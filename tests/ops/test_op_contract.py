@@ -34,6 +34,20 @@ def attention_arguments(cache):
             "row_lengths": np.append(row_lengths, [0]).astype(np.int32), **cache.storage}  # fmt: skip
 
 
+def masked_arguments(cache):
+    """Positions, offsets and masks beside: rows 1 and 3 have masks, which end where all bits end; row 2 and padding
+    have none.
+    """
+    masks = {
+        "row_positions": np.array([2, 24, -1, 11, -7], np.int32),
+        "token_offsets": np.array([0, 5, 0, 3], np.int32),
+        "mask": np.full(8, 255, np.uint8),
+        "mask_starts": np.array([-1, 44, -1, 55, -9], np.int64),
+        "mask_firsts": np.array([0, 0, -3, 0, -3], np.int32),
+    }
+    return attention_arguments(cache) | masks
+
+
 def append_arguments(cache):
     """The next token of requests 0 and 3, two of request 1, padding, and a first one of request 0."""
     k, v = (normal(np.random.default_rng(side), (6, 2, 16), "float32") for side in range(2))
@@ -52,13 +66,14 @@ def pages(cache):
 
 OPS = {
     "attention": (harness.attention, attention_arguments),
+    "masked_attention": (harness.masked_attention, masked_arguments),
     "append": (harness.append, append_arguments),
     "gather": (harness.gather_rows, gather_arguments),
 }
 
 
 def refuse(op, cache, change, *words):
-    """Applies `change` (name -> value, or (index, value) for an entry of that argument) and expects a refusal."""
+    """Expects a refusal after `change`: name -> value, (index, value) for an entry, or a function of what is there."""
     call, arguments_of = OPS[op]
     arguments = arguments_of(cache)
     for name, value in change.items():
@@ -66,6 +81,8 @@ def refuse(op, cache, change, *words):
             at, entry = value
             arguments[name] = arguments[name].copy()
             arguments[name][at] = entry
+        elif callable(value):
+            arguments[name] = value(arguments[name]).astype(arguments[name].dtype)
         else:
             arguments[name] = value
     with refused(*words, unchanged=(cache.k_blocks, cache.v_blocks)):
@@ -75,6 +92,9 @@ def refuse(op, cache, change, *words):
 def test_the_unchanged_calls_are_accepted(cache):
     arguments = attention_arguments(cache)
     assert_close(harness.attention(**arguments)[0], reference.attention(**arguments)[0], rel=1e-5, what="o")
+    arguments = masked_arguments(cache)
+    found, expected = (call(**arguments)[0] for call in (harness.masked_attention, reference.masked_attention))
+    assert_close(found, expected, rel=1e-5, what="o with masks")
     k, v = harness.gather_rows(**gather_arguments(cache))
     assert_bits_equal(k, np.concatenate(cache.keys), what="k")
     assert_bits_equal(v, np.concatenate(cache.values), what="v")
@@ -103,8 +123,22 @@ def test_page_ids_in_unused_slots_do_not_matter(cache, op):
         call(**arguments_of(cache))
 
 
+def zeros(*shape):
+    return np.zeros(shape, np.float32)
+
+
 ROWS = {
     "attention": [
+        ({"q": zeros(5, 3, 16)}, ["q", "3 heads", "2 KV heads"]),
+        ({"q": zeros(5, 1, 16)}, ["q", "1 heads", "2 KV heads"]),
+        ({"q": zeros(5, 4, 24)}, ["q", "head_dim", 24, 16]),
+        (
+            dict.fromkeys(("k_blocks", "v_blocks"), zeros(9, 8, 0, 16)) | {"layout": "NHD", "layer": 0},
+            ["q", "4 heads", "0 KV heads"],
+        ),
+        *(({"window_left": value}, ["window_left", value]) for value in (-2, -(2**31))),
+        *(({"logits_soft_cap": value}, ["logits_soft_cap", value]) for value in (-0.5, math.nan, math.inf)),
+        *(({"sm_scale": value}, ["sm_scale", value]) for value in (math.inf, -math.inf, math.nan)),
         ({"row_batch": (3, 4)}, ["row_batch", "row 3", "request 4"]),
         ({"row_batch": (4, 2**31 - 1)}, ["row_batch", "row 4", 2**31 - 1]),
         ({"row_batch": (0, -2)}, ["row_batch", "row 0", "request -2"]),
@@ -114,6 +148,8 @@ ROWS = {
         ({"row_lengths": (2, 1)}, ["lookup_table", "request 2", "slot 0", UNUSED_PAGE]),
     ],
     "append": [
+        ({"k_new": zeros(6, 3, 16), "v_new": zeros(6, 3, 16)}, ["k", "KV heads", 3, 2]),
+        ({"k_new": zeros(6, 2, 8), "v_new": zeros(6, 2, 8)}, ["k", "head_dim", 8, 16]),
         ({"batch_indices": (5, 4)}, ["batch_indices", "row 5", "request 4"]),
         ({"batch_indices": (5, -2)}, ["batch_indices", "row 5", "request -2"]),
         ({"positions": (1, -1)}, ["positions", "row 1", "request 3", -1]),
@@ -136,11 +172,26 @@ ROWS = {
         ({"indptr": np.zeros(0, np.int32), "num_tokens": 0}, ["indptr", 0, 5]),
     ],
 }
+ROWS["masked_attention"] = [
+    *ROWS["attention"],
+    ({"row_positions": lambda x: x[:3]}, ["row_positions", "length", 3, 5]),
+    ({"token_offsets": lambda x: np.append(x, x)}, ["token_offsets", "length", 8, 4]),
+    ({"token_offsets": lambda x: x - 1}, ["token_offsets", "request 0", -1]),
+    ({"token_offsets": lambda x: x + np.int32(2**31 - 10)}, ["token_offsets", "row 1", "request 1"]),
+    ({"mask_starts": lambda x: x[:1]}, ["mask_starts", "length", 1, 5]),
+    ({"mask_starts": lambda x: x - 2}, ["mask_starts", "row 0", "request 0", -3]),
+    ({"mask_starts": lambda x: x + 1}, ["mask", "row 1", "request 1", "20 bits", "bit 45", 64]),
+    ({"mask_starts": lambda x: np.where(x > 0, 2**63 - 1, x)}, ["mask", "row 1", 2**63 - 1]),
+    ({"mask": lambda x: x[:7]}, ["mask", "row 1", "20 bits", "bit 44", 56]),
+    ({"mask": lambda x: x[:0]}, ["mask", "row 1", "20 bits", "bit 44", 0]),
+    ({"mask_firsts": lambda x: x[:2]}, ["mask_firsts", "length", 2, 5]),
+    ({"mask_firsts": lambda x: x - 1}, ["mask_firsts", "row 1", "request 1", -1]),
+]
 
 
 @pytest.mark.parametrize(
     ("op", "change", "words"),
-    [pytest.param(op, *row, id=f"{op}-{row[0]}") for op, rows in ROWS.items() for row in rows],
+    [pytest.param(op, *row, id=f"{op}-{'-'.join(row[0])}") for op, rows in ROWS.items() for row in rows],
 )
 def test_rows(cache, op, change, words):
     refuse(op, cache, change, *words)
@@ -171,19 +222,6 @@ def test_a_slot_written_twice_is_found_among_many(rows):
         harness.append(k + 1, k + 1, 0 * positions, positions, *cache.pages)
 
 
-def test_heads_and_head_dim(cache):
-    def rows(*shape):
-        return np.zeros((5, *shape), np.float32)
-
-    refuse("attention", cache, {"q": rows(3, 16)}, "q", "3 heads", "2 KV heads")
-    refuse("attention", cache, {"q": rows(1, 16)}, "q", "1 heads", "2 KV heads")
-    refuse("attention", cache, {"q": rows(4, 24)}, "q", "head_dim", 24, 16)
-    new = {"k_new": np.zeros((6, 3, 16), np.float32), "v_new": np.zeros((6, 3, 16), np.float32)}
-    refuse("append", cache, new, "k", "KV heads", 3, 2)
-    new = {"k_new": np.zeros((6, 2, 8), np.float32), "v_new": np.zeros((6, 2, 8), np.float32)}
-    refuse("append", cache, new, "k", "head_dim", 8, 16)
-
-
 @pytest.mark.parametrize("head_dim", [4, 12, 15, 520])
 def test_head_dim_that_attention_does_not_take(head_dim):
     cache = build(CacheCase(lengths=(5,), head_dim=head_dim))
@@ -202,28 +240,6 @@ def test_gather_into_rows_of_another_shape(cache, monkeypatch, heads, head_dim):
 def test_page_size_zero(cache, op):
     blocks = {name: np.zeros((9, 0, 2, 16), np.float32) for name in ("k_blocks", "v_blocks")}
     refuse(op, cache, {**blocks, "layout": "NHD", "layer": 0}, "page_size", 0)
-
-
-def test_cache_without_heads(cache):
-    blocks = {name: np.zeros((9, 8, 0, 16), np.float32) for name in ("k_blocks", "v_blocks")}
-    refuse("attention", cache, {**blocks, "layout": "NHD", "layer": 0}, "q", "4 heads", "0 KV heads")
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "shown"),
-    [
-        ("window_left", -2, "-2"),
-        ("window_left", -(2**31), str(-(2**31))),
-        ("logits_soft_cap", -0.5, "-0.5"),
-        ("logits_soft_cap", math.nan, "nan"),
-        ("logits_soft_cap", math.inf, "inf"),
-        ("sm_scale", math.inf, "inf"),
-        ("sm_scale", -math.inf, "-inf"),
-        ("sm_scale", math.nan, "nan"),
-    ],
-)
-def test_options(cache, option, value, shown):
-    refuse("attention", cache, {option: value}, option, shown)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -264,6 +280,7 @@ def test_v_with_fewer_pages_than_k(op):
     [
         ("attention", "row_batch", "row_batch"),
         ("attention", "row_lengths", "row_lengths"),
+        ("masked_attention", "row_lengths", "row_lengths"),
         ("append", "v_new", "v: its number of tokens"),
         ("append", "batch_indices", "batch_indices"),
         ("append", "positions", "positions"),
