@@ -6,11 +6,10 @@ from functools import partial
 import numpy as np
 import pytest
 
-from paged_kv.reference import rope
 from support import harness
-from support.attending import LSE_TOL, REL, compare_with_oracle
+from support.attending import compare_with_oracle
 from support.cases import STORAGES, UNUSED_PAGE, CacheCase, build, causal_rows, permuted
-from support.compare import assert_bits_equal, assert_close, assert_lse_close
+from support.compare import assert_bits_equal
 from support.grids import all_pairs, case_of, setting_id
 
 GRID = all_pairs(
@@ -58,23 +57,3 @@ def test_far_positions(pair, new_tokens):
     far = replace(near, lookup_table=np.hstack([unused, near.lookup_table]))
     q, row_batch, row_lengths = rows_in(near, new_tokens, q_dtype)
     compare(far, (q, row_batch, row_lengths + np.int32(base)), rope_theta=1e4, window_left=100)
-
-
-@pytest.mark.parametrize("new_tokens", [1, 40])
-@pytest.mark.parametrize("head_dim", [64, 80])
-def test_it_is_attention_over_rotated_keys(head_dim, new_tokens):
-    """Without the oracle: q and the stored keys rotated beforehand, and no rotation in the op."""
-    cache = build(CacheCase((200,), num_q_heads=4, num_kv_heads=2, head_dim=head_dim, page_size=16))
-    q, row_batch, row_lengths = rows_in(cache, new_tokens, "float32")
-    keys = cache.k_blocks.copy()
-    for page, column in zip(cache.lookup_table[0], range(13), strict=False):
-        keys[page] = rope(keys[page], column * 16 + np.arange(16), 500.0, 2.0)
-    rotated = rope(q, row_lengths - 1, 500.0, 2.0).astype(np.float32)
-    o, lse = harness.attention(
-        q, *cache.pages, row_batch, row_lengths, rope_theta=500.0, rope_scale=2.0, **cache.storage
-    )
-    expected = harness.attention(
-        rotated, keys, cache.v_blocks, cache.lookup_table, row_batch, row_lengths, **cache.storage
-    )
-    assert_close(o, expected[0].astype(np.float64), rel=REL["float32"], what="o")
-    assert_lse_close(lse, expected[1].astype(np.float64), tol=LSE_TOL, what="lse")
