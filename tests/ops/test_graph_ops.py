@@ -1,4 +1,4 @@
-"""The wrappers of graphs/ops.py in graphs that run: every storage layout as a graph buffer, and the ragged rows."""
+"""The wrappers of graphs/ops.py in graphs that run: storage layouts as graph buffers, options, and the ragged rows."""
 
 from functools import partial
 from typing import NamedTuple
@@ -141,20 +141,6 @@ def test_append_attend_and_gather_in_one_graph(storage):
         ("v", np.s_[..., :8], ["v", "head_dim", 8, 16]),
         ("batch_indices", np.s_[:-1], ["batch_indices", 34, 35]),
         ("positions", np.s_[:-1], ["positions", 34, 35]),
-    ],
-)
-def test_sizes_that_only_the_run_shows(storage, name, cut, words):
-    step = Step.of(build(case_of(storage)))
-    step = step._replace(**{name: getattr(step, name)[cut]})
-    with refused(*words, unchanged=(step.k_blocks, step.v_blocks)):
-        step.run(storage)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("storage", PLANS, ids=lambda storage: f"{storage[1]}{storage[0]}")
-@pytest.mark.parametrize(
-    ("name", "cut", "words"),
-    [
         ("q", np.s_[:, :3], ["q", "3 heads", "2 KV heads"]),
         ("q", np.s_[..., :8], ["q", "head_dim", 8, 16]),
         ("row_batch", np.s_[:-1], ["row_batch", 4, 5]),
@@ -162,11 +148,11 @@ def test_sizes_that_only_the_run_shows(storage, name, cut, words):
         ("indptr", np.s_[:-1], ["indptr", 5, 6]),
     ],
 )
-def test_sizes_of_a_read_that_only_the_run_shows(storage, name, cut, words):
-    """The graph's append comes first and is in order, so the cache is filled."""
+def test_sizes_that_only_the_run_shows(storage, name, cut, words):
     step = Step.of(build(case_of(storage)))
     step = step._replace(**{name: getattr(step, name)[cut]})
-    with refused(*words):
+    writes_first = name in ("q", "row_batch", "row_lengths", "indptr")  # the append before them is in order
+    with refused(*words, unchanged=() if writes_first else (step.k_blocks, step.v_blocks)):
         step.run(storage)
 
 
@@ -184,6 +170,55 @@ def test_one_array_is_expected_where_it_holds_both():
     other = step.v_blocks.copy()
     with refused("v_blocks", "two arrays", unchanged=(step.k_blocks, other)):
         step._replace(v_blocks=other).run((5, "HND"))
+
+
+# Every attention option: what the API can do, a graph can
+
+HEADS, KV_HEADS, DIM = 6, 2, 40
+
+# Name -> dtype of q, dtype of the cache, options, whether there are slopes and sinks, tolerance.
+OPTIONS = {
+    "biased": ("float32", "float32", {"logits_soft_cap": 3.0, "sm_scale": 0.4, "v_scale": -0.5}, True, 1e-5),
+    "rotary_float8": (
+        *("bfloat16", "float8_e5m2"),
+        {"rope_theta": 500.0, "rope_scale": 2.0, "window_left": 9, "k_scale": 0.7, "v_scale": 1.5, "q_scale": 2.0},
+        *(False, 2e-2),
+    ),
+}
+
+
+def attend(q, row_batch, row_lengths, table, slopes, sinks, blocks, *, options, biased):
+    heads = {"alibi_slopes": slopes, "sinks": sinks} if biased else {}
+    return ops.attention(PagedCache.of(blocks, table), q, row_batch, row_lengths, **options, **heads)
+
+
+for name, (q_dtype, kv_dtype, options, biased, _) in OPTIONS.items():
+    types = [
+        TensorType(DType[q_dtype], ["R", HEADS, DIM], CPU),
+        TensorType(DType.int32, ["R"], CPU),
+        TensorType(DType.int32, ["R"], CPU),
+        TensorType(DType.uint32, ["B", "max_pages"], CPU),
+        *[TensorType(DType.float32, [HEADS], CPU)] * 2,
+        BufferType(DType[kv_dtype], ["pages", 2, "page_size", KV_HEADS, DIM], CPU),
+    ]
+    op_graphs.add(f"options_{name}", partial(attend, options=options, biased=biased), *types, by_max=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_in_a_graph(name):
+    q_dtype, kv_dtype, options, biased, rel = OPTIONS[name]
+    case = CacheCase((0, 1, 40, 17), HEADS, KV_HEADS, DIM, page_size=5, rank=5, dtype=kv_dtype)
+    cache = build(case)
+    q = cache.q.astype(q_dtype)
+    slopes = np.linspace(0.05, -0.1, HEADS).astype(np.float32)
+    sinks = np.linspace(-2, 4, HEADS).astype(np.float32)
+    arrays = [q, *cache.decode_rows, cache.lookup_table, slopes, sinks, cache.k_blocks]
+    o, lse = op_graphs.run(f"options_{name}", *arrays)
+    heads = {"alibi_slopes": slopes, "sinks": sinks} if biased else {}
+    expected = reference.attention(q, *cache.pages, *cache.decode_rows, **options, **heads)
+    assert_close(o.astype(np.float64), expected[0], rel=rel, what="o")
+    assert_lse_close(lse, expected[1], tol=1e-5, what="lse")
 
 
 def ragged_rows(row_offsets, cache_lengths, num_rows):
