@@ -181,11 +181,12 @@ def test_rotated_keys_past_float32():
 
 
 @pytest.mark.parametrize("where", ["q", "k", "v"])
-@pytest.mark.parametrize("value", [np.inf, -np.inf])
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("new_tokens", [7, 70])
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_infinity_that_a_row_sees(pair, value, where):
+def test_infinity_and_nan_that_some_rows_see(pair, new_tokens, value, where):
     cache = cache_of(pair[1])
-    q, *rows = rows_of(cache, 7, pair[0])
+    q, *rows = rows_of(cache, new_tokens, pair[0])
     if where == "q":
         q[3, 2, 5] = value
     else:

@@ -80,26 +80,6 @@ def test_the_page_size_changes_no_bit(pair):
             assert_bits_equal(again, once, what=name)
 
 
-@pytest.mark.parametrize("where", ["q", "k"])
-@pytest.mark.parametrize("pair", [("bfloat16", "bfloat16"), ("bfloat16", "float8_e5m2"), ("float32", "float32")])
-def test_nan_stays_with_those_who_see_it(where, pair):
-    cache = build(CacheCase(lengths=(200,), num_q_heads=8, head_dim=64, dtype=pair[1]))
-    q, *rows = rows_in(cache, [200], pair[0])
-    clean_o, clean_lse = harness.attention(q, *cache.pages, *rows)
-    seen = np.zeros((200, 8), bool)
-    if where == "q":
-        q[77, 5, 3] = np.nan
-        seen[77, 5] = True
-    else:  # token 77, KV head 1: its group is heads 4 to 7
-        cache.k_blocks[cache.lookup_table[0, 77 // 16], 77 % 16, 1, 3] = np.nan
-        seen[77:, 4:] = True
-    o, lse = harness.attention(q, *cache.pages, *rows)
-    assert np.isnan(o[seen].astype(np.float32)).all()
-    assert np.isnan(lse[seen]).all()
-    assert_bits_equal(o[~seen], clean_o[~seen], what="o of the others")
-    assert_bits_equal(lse[~seen], clean_lse[~seen], what="lse of the others")
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_scores_that_rise_all_along(dtype):
     """Every step's greatest score is far above the last one's: the sums so far have to be rescaled.
