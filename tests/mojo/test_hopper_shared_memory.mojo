@@ -1,9 +1,8 @@
-"""The memory map of the Hopper kernel, its boxes and its ring; fragments and swizzles run on the model of tests/gpu."""
+"""The memory map of the Hopper kernel and its boxes; fragments, swizzles and stages run on the model of tests/gpu."""
 
 from std.random import random_si64, seed
 from std.testing import TestSuite, assert_equal, assert_true
 
-from mojo_ops.attention.gpu.hopper.pipeline import Ring
 from mojo_ops.attention.gpu.hopper.shared_memory import SharedMemoryMap
 from mojo_ops.attention.gpu.hopper.tiles import CopyBox, ItemTiles, WGMMA_TILE_TOKENS
 from mojo_ops.attention.gpu.hopper.wgmma import CHUNK_BYTES
@@ -65,14 +64,6 @@ def test_boxes() raises:
             assert_equal(token, end)
     assert_equal(ItemTiles.of(5, 5, CopyBox(4)).count, 0)
     assert_equal(ItemTiles.of(0, -1, CopyBox(4)).count, 0)
-
-
-def test_stages_of_the_ring() raises:
-    """Fill i is the n-th of its stage. The model's calls fill no stage a third time."""
-    for i in range(40):
-        var at = Ring[6].stage_of(Int32(i))
-        assert_equal(Int(at[0]), i // 6)
-        assert_equal(at[1], i % 6)
 
 
 def main() raises:
