@@ -130,26 +130,18 @@ def test_a_chain_that_is_used_again_stays(tmp_path, others):
 
 def damage(file, rng):
     """One of the things that happen to files."""
-    data = bytearray(file.read_bytes())
-    kind = rng.randrange(7)
-    if kind == 0:
-        data = data[: rng.randrange(len(data))]
-    elif kind == 1:
-        data += rng.randbytes(rng.randrange(1, 100))
-    elif kind == 2:
-        at = rng.randrange(len(data))
-        data[at] ^= 1 << rng.randrange(8)
-    elif kind == 3:
-        at, count = rng.randrange(len(data)), rng.randrange(1, 64)
-        data[at : at + count] = rng.randbytes(len(data[at : at + count]))
-    elif kind == 4:
-        data = bytearray(rng.choice(sorted(file.parent.glob("*.page"))).read_bytes())  # another page's whole file
-    elif kind == 5:
-        at = rng.randrange(min(8, len(data)) or 1)  # the length of the header
-        data[at : at + 1] = rng.randbytes(1)
-    else:
-        data = bytearray(len(data))
-    file.write_bytes(data)
+    data = file.read_bytes()
+    at, count = rng.randrange(len(data)), rng.randrange(1, 64)
+    kinds = [
+        lambda: data[:at],
+        lambda: data + rng.randbytes(count),
+        lambda: data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :],
+        lambda: data[:at] + rng.randbytes(len(data[at : at + count])) + data[at + count :],
+        lambda: rng.choice(sorted(file.parent.glob("*.page"))).read_bytes(),  # another page's whole file
+        lambda: data[: at % 8] + rng.randbytes(1) + data[at % 8 + 1 :],  # the length of the header
+        lambda: bytes(len(data)),
+    ]
+    file.write_bytes(rng.choice(kinds)())
 
 
 def test_damage_costs_time_and_changes_no_token(tmp_path):

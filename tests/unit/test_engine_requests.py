@@ -70,11 +70,7 @@ NO_TOKENS = (None, 5, [1.0], ["1"], [True], [[1]], [[1], [1, 2]], [None], [10**4
         (([1], 5), ContractTypeError, "sampling must be a Sampling"),
         (([1], Sampling(stop="x")), ContractError, "stop: texts that end a sample need a tokenizer"),
         (([1], Sampling(400)), PoolExhausted, r"needs 100 pages of 4, the pool has 40"),
-        (
-            ([1], Sampling(logit_bias={VOCAB: 1})),
-            ContractError,
-            f"token id {VOCAB}; the vocabulary is 0 to {VOCAB - 1}",
-        ),
+        (([1], Sampling(logit_bias={VOCAB: 1})), ContractError, f"token id {VOCAB}; the vocabulary is 0 to"),
     ],
     ids=range(len(NO_TOKENS) + 11),
 )
@@ -94,10 +90,6 @@ def test_sizes_of_a_step_that_are_no_positive_integers_are_refused(name, value, 
         Engine(FakeModel(99, 4, 10), **{name: value})
 
 
-def test_any_number_of_new_tokens_ends_with_the_context():
-    assert [len(tokens) for tokens in Played([[3] * 8], Sampling(10**400), max_positions=10).tokens] == [3]
-
-
 @pytest.mark.parametrize("token", [-1, 99, 2**40])
 def test_a_step_over_tokens_past_the_vocabulary_is_refused(token):
     """The model that runs, without its graph: this comes before."""
@@ -108,9 +100,10 @@ def test_a_step_over_tokens_past_the_vocabulary_is_refused(token):
 
 
 def test_a_full_context_still_gives_one_token():
-    played = Played([[3] * 10, [3] * 9, [3] * 2], Sampling(5), max_positions=10)
-    assert [len(tokens) for tokens in played.tokens] == [1, 2, 5]
-    assert played.finishes == ["length"] * 3
+    for most, counts in ((5, [1, 2, 5]), (10**400, [1, 2, 9])):
+        played = Played([[3] * 10, [3] * 9, [3] * 2], Sampling(most), max_positions=10)
+        assert [len(tokens) for tokens in played.tokens] == counts
+        assert played.finishes == ["length"] * 3
 
 
 def test_an_end_token_at_the_limit_is_a_stop():

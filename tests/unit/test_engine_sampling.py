@@ -41,13 +41,18 @@ def test_a_step_calls_the_sampler_once_for_all_its_samples():
     assert calls == [[0, 0, 1, 1, 2, 2], [0, 1, 2, 3, 4, 5]]
 
 
+def logprobs_after(tokens):
+    """By the model's own logits, computed without a cache."""
+    logits = logits_after(tokens).astype(np.float64)
+    return logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+
+
 def test_log_probabilities_come_with_the_tokens():
     engine = Engine(FakeModel(40, 4))
     sampling = Sampling(6, temperature=1.0, seed=2, logprobs=2, presence_penalty=1.0)
     past = [5, 6]
     for output in engine.stream(past, sampling):
-        exact = logits_after(past).astype(np.float64)
-        exact -= np.log(np.exp(exact).sum())
+        exact = logprobs_after(past)
         ((token,), (each,)) = output.tokens, output.logprobs
         assert isinstance(each, Logprobs)
         assert each.token == pytest.approx(exact[token], abs=1e-6)
@@ -85,17 +90,6 @@ def test_logits_that_are_no_numbers_name_their_request():
     assert engine.pool.num_cached == 0  # nothing that such a step computed is known
 
 
-def prompt_logprobs_of(prompt, count):
-    """By the model's own logits, computed without a cache."""
-    found = []
-    for at in range(1, len(prompt)):
-        logits = logits_after(prompt[:at]).astype(np.float64)
-        logprobs = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
-        order = np.argsort(-logprobs, kind="stable")[:count]
-        found.append((logprobs[prompt[at]], {int(token): logprobs[token] for token in order}))
-    return found
-
-
 @pytest.mark.parametrize("speculate", [None, "lookup"])
 @pytest.mark.parametrize("num_pages", [400, 40])
 def test_log_probabilities_of_prompts_are_the_models_own(num_pages, speculate):
@@ -115,11 +109,12 @@ def test_log_probabilities_of_prompts_are_the_models_own(num_pages, speculate):
                 found[output.request] = output.prompt_logprobs
     assert (engine.preemptions > 0) == (num_pages == 40)
     for index, prompt in enumerate(prompts):
-        expected = prompt_logprobs_of(prompt, index % 3)
-        for logprobs, (token, top) in zip(found[index], expected, strict=True):
-            assert logprobs.token == pytest.approx(token, abs=1e-5)
-            assert logprobs.top == pytest.approx(top, abs=1e-5)
-            assert list(logprobs.top) == list(top)
+        for at, logprobs in zip(range(1, len(prompt)), found[index], strict=True):
+            exact = logprobs_after(prompt[:at])
+            order = np.argsort(-exact, kind="stable")[: index % 3].tolist()
+            assert logprobs.token == pytest.approx(exact[prompt[at]], abs=1e-5)
+            assert list(logprobs.top) == order
+            assert list(logprobs.top.values()) == pytest.approx(exact[order], abs=1e-5)
 
 
 def test_outputs_say_how_much_of_the_prompt_was_cached():

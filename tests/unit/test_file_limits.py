@@ -37,12 +37,8 @@ for kind, name, text in json.load(sys.stdin):
     print(json.dumps([name, result]), flush=True)
 """
 TEXT, OPERATIONS, NUMBERS = "it makes too much text", "it takes too many operations", "numbers that are too large"
-DEEP, TUPLES, RARE, LONG = (
-    "values that are too deep",
-    "tuples that are too large",
-    "a filter too much",
-    "takes too long",
-)
+DEEP, TUPLES = "values that are too deep", "tuples that are too large"
+RARE, LONG = "a filter too much", "takes too long"
 
 
 def shared(what, made="[n.{0}, n.{0}]", first="['x']"):

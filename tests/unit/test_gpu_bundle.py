@@ -145,13 +145,8 @@ def test_graphs_of_older_sources_are_left_out(tmp_path):
 
 def test_a_wheel_is_laid_out_without_what_no_step_runs(tmp_path):
     (tmp_path / "wheels").mkdir()
-    names = (
-        "max/engine/api.py",
-        "max/engine/api.pyi",
-        "max/serve/api.py",
-        "max-1.data/platlib/max/core.so",
-        "max-1.data/data/x",
-    )
+    names = ("max/engine/api.py", "max/engine/api.pyi", "max/serve/api.py")
+    names += ("max-1.data/platlib/max/core.so", "max-1.data/data/x")
     with zipfile.ZipFile(tmp_path / "wheels" / "max-1-py3-none-any.whl", "w") as wheel:
         for name in names:
             wheel.writestr(name, name)
