@@ -111,14 +111,7 @@ class Case:
         source = inspect.getsource(inspect.getmodule(self.model_class))
         asked = re.findall(r'getattr\((?:self\.)?config, "(\w+)"', source)
         of_all = set(transformers.PreTrainedConfig().to_dict()) - {"tie_word_embeddings"}
-        known = {
-            *self.values,
-            *self.config_class.attribute_map,
-            *asked,
-            *LEGACY,
-            "rope_scaling",
-            "sliding_window_pattern",
-        }
+        known = {*self.values, *self.config_class.attribute_map, *asked, *LEGACY}
         return sorted(key for key in known - of_all - NOT_OF_LOGITS if not key.endswith("_token_id"))
 
     def changes(self):

@@ -22,7 +22,7 @@ from paged_kv.serve.served_model import ServedModel
 from support.fake_model import Nonsense
 from support.properties import examples
 from support.served import served
-from support.tool_chats import GENERIC, HERMES, scripted_without_compiler
+from support.tool_chats import HERMES, scripted_without_compiler
 
 PATCH = '*** Begin Patch\n+say("it")\\\n*** End Patch'
 GRAMMAR = 'start: "*** Begin Patch" /(.|\\n)*/'
@@ -156,10 +156,7 @@ def test_a_choice_of_tools_holds_the_answer_to_them(read, tools, choice, names):
 
 @pytest.mark.parametrize(
     ("syntax", "definition"),
-    [
-        ("regex", '[ab]{2}\\n"[0-9]x?'),
-        ("lark", 'start: PAIR LF "\\"" /[0-9]x?/\nPAIR: /[ab]{2}/\n%import common.LF\n'),
-    ],
+    [("regex", '[ab]{2}\\n"[0-9]x?'), ("lark", 'start: PAIR LF "\\"" /[0-9]x?/\nPAIR: /[ab]{2}/\n%import common.LF\n')],
 )
 def test_a_format_is_enforced(syntax, definition):
     form = {"type": "grammar", "syntax": syntax, "definition": definition}
@@ -172,29 +169,10 @@ def test_a_format_is_enforced(syntax, definition):
             assert re.fullmatch('[ab]{2}\n"[0-9]x?', answer["output"][0]["input"]), answer
 
 
-@pytest.mark.parametrize("name", ["edit", "say"])
-def test_a_tool_that_is_named_is_called_once_whatever_it_is(name):
-    inner = [{"type": "function", "name": "say"}]
-    tools = [{"type": "custom", "name": "edit"}, {"type": "namespace", "name": "box", "tools": inner}]
-    kind = "custom" if name == "edit" else "function"
-    body = {"input": "x", "tools": tools, "tool_choice": {"type": kind, "name": name}, "max_output_tokens": 400}
-    engine = Engine(Nonsense(4000), Tokenizer(FOLDER, load_config(FOLDER)), max_step_tokens=4096)
-    with served(engine, template=GENERIC, length=4096) as server:
-        _, answer = server.post("/v1/responses", body | {"seed": 1})
-    assert [(each["type"], each["name"]) for each in answer["output"]] == [(KINDS[kind], name)]
-
-
-KINDS = {"custom": "custom_tool_call", "function": "function_call"}
-
-
 UNLIKE = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
 AT_FAULT = [
     # a function, the field at fault, and words of the error
-    (
-        {"parameters": UNLIKE, "strict": True},
-        "parameters",
-        "f' is strict and cannot be enforced at #/properties/a/",
-    ),
+    ({"parameters": UNLIKE, "strict": True}, "parameters", "f' is strict and cannot be enforced at #/properties/a/"),
     ({"parameters": {"type": "array"}}, "parameters", "expected the type object, got 'array'"),
     ({"parameters": {"properties": {"a": {"minimum": float("nan")}}}}, "parameters", "is no JSON"),
     ({"name": "g"}, "name", "duplicate function name '"),

@@ -49,12 +49,7 @@ ROWS = [
     (HERMES, "The answer", " is 5. ", [("content", " is 5. ")]),
     (HERMES, "The answer ", "is 5.", [("content", "is 5.")]),
     (HERMES, "2 <", "3", [("content", "3")]),
-    (
-        HERMES,
-        "2 <",
-        '<tool_call>\n{"name": "now", "arguments": {}}',
-        [("call", "now"), ("arguments", "{}")],
-    ),
+    (HERMES, "2 <", '<tool_call>\n{"name": "now", "arguments": {}}', [("call", "now"), ("arguments", "{}")]),
     (HERMES, "Look: <tool_", 'call>\n{"name": "now", "arguments": {}}', [("call", "now"), ("arguments", "{}")]),
     (HERMES, CALL, "}}\n</tool_call>", [("call", "now"), ("arguments", "{}")]),
     (THINKS, "It is", " 5.<think>", [("content", " 5.<think>")]),  # no thought comes after a text

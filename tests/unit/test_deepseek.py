@@ -185,13 +185,6 @@ def test_a_tensor_of_a_stack_is_named_in_errors(small, name):
         open_checkpoint(folder).load(config, DType.float32)
 
 
-def test_an_expert_too_many_is_refused(small):
-    folder, config, tensors = small
-    save_file(tensors | {"model.layers.1.mlp.experts.4.up_proj.weight": torch.zeros(2)}, folder / SINGLE_FILE)
-    with pytest.raises(CheckpointError, match=r"experts\.4\.up_proj\.weight is no part of the model"):
-        open_checkpoint(folder).load(config, DType.float32)
-
-
 def test_a_number_of_heads_that_no_checkpoint_has_is_refused_before_names_are_made(tmp_path):
     read(tmp_path, SMALL, num_attention_heads=2**31 - 8, num_key_value_heads=2**31 - 8)
     tensors = {f"{index}": ("F32", (1,), b"abcd") for index in range(24)}

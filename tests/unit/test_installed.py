@@ -166,19 +166,12 @@ def test_both_places_are_searched(tmp_path, monkeypatch):
 KEY = CompileKey("graph")
 LEVELS = ("haswell", "skylake-avx512", "znver4", "znver5", "sapphirerapids")
 """The files of the package."""
-BEST = {
+BEST = {level: level for level in LEVELS} | {
     "graniterapids": "sapphirerapids",
-    "sapphirerapids": "sapphirerapids",
-    "znver5": "znver5",
-    "znver4": "znver4",
-    "cooperlake": "skylake-avx512",
-    "icelake-server": "skylake-avx512",
-    "cascadelake": "skylake-avx512",
-    "skylake-avx512": "skylake-avx512",
     "znver3": "haswell",
     "znver2": "haswell",
-    "haswell": "haswell",
 }
+BEST |= dict.fromkeys(("cooperlake", "icelake-server", "cascadelake"), "skylake-avx512")
 
 
 class Session(fake_compiler.Session):

@@ -86,11 +86,6 @@ def test_a_format_that_cannot_be_enforced_is_told_to_the_model_alone(template, s
     assert structure is None or "%lark" not in structure.lark
 
 
-@pytest.mark.parametrize("lark", NOT_WRITTEN)
-def test_a_grammar_that_is_not_written_has_no_json(lark):
-    assert in_json(lark) is None
-
-
 @pytest.mark.parametrize("name", ["generic", *(name for name in TEMPLATES if name not in NO_JSON)])
 def test_calls_that_are_json_are_held_to_a_grammar(name):
     chat = ChatFormat({"default": TEMPLATES.get(name, GENERIC)}, {})
