@@ -55,8 +55,8 @@ def held():
     return Held(load(FOLDER, num_pages=64, page_size=16, dtype="float32", max_step_tokens=64))
 
 
-async def call(server, body, leave):
-    """The answer of the application to a client that leaves when `leave` is set."""
+async def call(server, body, leave, parts=None):
+    """The answer of the application to a client that leaves when `leave` is set, or once it has so many parts."""
     given, sent = [json.dumps(body).encode()], []
 
     async def receive():
@@ -67,6 +67,8 @@ async def call(server, body, leave):
 
     async def send(message):
         sent.append(message.get("body", b""))
+        if sum(map(bool, sent)) == parts:
+            leave.set()
 
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
     await server.http.app(scope | {"root_path": ""}, receive, send)
@@ -74,18 +76,27 @@ async def call(server, body, leave):
 
 
 def test_clients_that_leave_give_their_pages_back(server):
-    """Whole answers and streams that are left in the middle, beside some that stay to the end."""
+    """Whole answers and streams that are left in the middle, beside some that stay to the end.
+
+    A stream is left after some of its events, a whole answer after some of the engine's steps.
+    """
     alone, end = text(server, "client 0", max_tokens=24), {"finished_reason": "abort"}
     assert alone
+    statistics = server.engine.statistics
+
+    async def leave_at(step, leave):
+        while statistics.steps < step:
+            await asyncio.sleep(0.001)
+        leave.set()
 
     async def one(index):
-        dice, leave = random.Random(index), asyncio.Event()
-        body = {"prompt": f"client {index}", "max_tokens": 400, "temperature": 0, "stream": index % 2 == 1}
+        leave, count = asyncio.Event(), random.Random(index).randint(1, 20)
         if index % 4 == 0:
-            body |= {"prompt": "client 0", "max_tokens": 24}
-        else:
-            asyncio.get_running_loop().call_later(dice.uniform(0, 0.5), leave.set)
-        return await call(server, body, leave)
+            return await call(server, {"prompt": "client 0", "temperature": 0, "max_tokens": 24}, leave)
+        body = {"prompt": f"client {index}", "temperature": 0, "max_tokens": 400, "ignore_eos": True}
+        if index % 2 == 1:
+            return await call(server, body | {"stream": True}, leave, count)
+        return (await asyncio.gather(call(server, body, leave), leave_at(statistics.steps + count, leave)))[0]
 
     async def every():
         return await asyncio.gather(*map(one, range(CLIENTS)))
