@@ -110,10 +110,7 @@ def serve(monkeypatch):
         (["--demo", "--memory-gb", "1e-6"], "the cache: no page fits"),
         (["--demo", "--memory-gb", "nan"], "--memory-gb: expected above 0"),
         (["--demo", "--max-length", "5000"], "--max-length: expected at most 4096, the model's positions, got 5000"),
-        (
-            ["--demo", "--max-length", "100", "--pages", "2"],
-            "--max-length: expected at most 32, the tokens of 2 pages",
-        ),
+        (["--demo", "--max-length", "100", "--pages", "2"], "--max-length: expected at most 32, the tokens of 2 pages"),
         (["--demo", "--max-running", "0"], "--max-running must be at least 1"),
         (["--demo", "--max-queue", "-1"], "--max-queue must be at least 0"),
         (["--demo", "--max-gap", "0"], "--max-gap: expected above 0"),

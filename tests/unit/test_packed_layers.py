@@ -324,10 +324,7 @@ def hqq(**weights):
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        (
-            {"quant_method": "quanto"},
-            "quantization_config = .*: quantized .* not supported, but for",
-        ),
+        ({"quant_method": "quanto"}, "quantization_config = .*: quantized .* not supported, but for"),
         ({"quant_method": ["fp8"]}, "quantization_config = .*: quantized .* not supported, but for"),
         (make("fp8 8")[2] | {"fmt": "e5m2"}, 'fmt = "e5m2": only "e4m3"'),
         (make("fp8 8")[2] | {"weight_block_size": [128]}, r"weight_block_size = \[128\]: a list of two positive"),

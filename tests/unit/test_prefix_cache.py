@@ -202,10 +202,7 @@ def test_clear_forgets_prefixes_and_frees_cached_pages():
     ("corrupt", "message"),
     [
         (lambda s: s.pages.contents.pop(0), "page 0 is cached and has no content"),
-        (
-            lambda s: s.pages.returned.append(s.pages.cached.forget([0]) and 0),
-            "page 0 has a content, and it is free",
-        ),
+        (lambda s: s.pages.returned.append(s.pages.cached.forget([0]) and 0), "page 0 has a content, and it is free"),
         (lambda s: s.pages.shared.update({2: 3}), "page 2 counts 3 owners and has 2"),
         (lambda s: s.pages.shared.pop(2), "page 2 is held twice: by request 'b' and by request 'c'"),
     ],

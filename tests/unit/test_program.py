@@ -51,8 +51,7 @@ def chain(length):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [((), Word(1)), ((Word(3), Word(4)), Word(12)), ((Word(3), T, Word(2)), Word(0, 6, "T"))],
+    ("sizes", "expected"), [((), Word(1)), ((Word(3), Word(4)), Word(12)), ((Word(3), T, Word(2)), Word(0, 6, "T"))]
 )
 def test_a_product_has_at_most_one_symbol(sizes, expected):
     assert product(sizes) == expected

@@ -11,17 +11,7 @@ from paged_kv.engine import Engine, Sampling
 from paged_kv.errors import ContractError
 from paged_kv.ray.backend import Replicas, Ways
 from paged_kv.ray.replica import Model, Replica
-from paged_kv.ray.streams import (
-    BEGAN,
-    FAILED,
-    REFUSED,
-    Clock,
-    Diverged,
-    Lost,
-    Stalled,
-    Suspects,
-    resumed,
-)
+from paged_kv.ray.streams import BEGAN, FAILED, REFUSED, Clock, Diverged, Lost, Stalled, Suspects, resumed
 from paged_kv.serve.backend import Busy, Gone, Job, Piece
 from support.fake_model import FakeModel, alone
 

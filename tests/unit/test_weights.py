@@ -241,10 +241,7 @@ def sharded(tiny):
     [
         *(({INDEX_FILE: text}, rf"{INDEX_FILE}: no weight_map") for text in NO_INDEX),
         ({"two.safetensors": None}, rf"{INDEX_FILE}: shard two\.safetensors is missing"),
-        (
-            {"two.safetensors": lambda whole: whole[:-100]},
-            r"two\.safetensors: cut short: expected \d+ bytes, got \d+$",
-        ),
+        ({"two.safetensors": lambda whole: whole[:-100]}, r"two\.safetensors: cut short: expected \d+ bytes, got \d+$"),
         ({"one.safetensors": "two.safetensors"}, r"tensor \S+ is in both one\.safetensors and two\.safetensors$"),
         *(
             ({INDEX_FILE: {name: shard}}, rf"{INDEX_FILE}: tensor {name} is not in {shard}$")
