@@ -51,6 +51,7 @@ def test_every_requirement_of_max_and_mojo_has_the_pinned_version():
     pins = [re.fullmatch(r"(max|mojo)(?:\[\w+\])?==(.+)", line) for line in lines if names([line]) & {"max", "mojo"}]
     assert len(pins) == 3
     assert all(pin and pin[2] == PINNED[pin[1]] for pin in pins)
+    assert "paged-kv[max-serve]" in PROJECT["optional-dependencies"]["test-max-serve"]
 
 
 def test_torch_and_transformers_are_in_extras_alone():
@@ -80,12 +81,6 @@ def pinned(lines, name):
     (pin,) = found.specifier
     assert pin.operator == "=="
     return Version(pin.version)
-
-
-def test_the_server_is_of_the_pinned_max():
-    extras = PROJECT["optional-dependencies"]
-    assert f"max[serve]=={PINNED['max']}" in extras["max-serve"]
-    assert "paged-kv[max-serve]" in extras["test-max-serve"]
 
 
 def test_the_installed_distribution_says_the_same():

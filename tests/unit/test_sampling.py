@@ -198,14 +198,6 @@ def test_a_sum_that_is_rounded_leads_to_no_token_outside(monkeypatch):
     assert ranks == [1, 2]
 
 
-def test_of_equals_the_lowest_ids_are_kept():
-    logits = np.array([0, 1, 1, 1, 0, 1], np.float32)
-    numbers = np.linspace(0, 1, 100, endpoint=False)
-    assert set(drawn(logits, Sampling(temperature=1.0, top_k=2), numbers)) == {1, 2}
-    assert set(drawn(logits, Sampling(temperature=1.0, top_k=5), numbers)) == {0, 1, 2, 3, 5}
-    assert set(drawn(logits, Sampling(temperature=1.0, top_p=0.4), numbers)) == {1, 2}
-
-
 def test_greedy_takes_the_largest_and_the_lowest_id_of_equals():
     logits = np.array([[0, 3, 1, 3], [-1, -2, -1, -3], [5, 5, 5, 5]], np.float32)
     choices = choose(logits, [0, 1, 2], [history(Sampling())] * 3)
