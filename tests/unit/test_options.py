@@ -93,14 +93,8 @@ def test_products_of_scales_that_float32_has():
 @pytest.mark.parametrize(
     ("theta", "scale", "is_refused"),
     [
-        (1e-3, 1.0, False),
-        (0.99e-3, 1.0, True),
-        (1e4, 1e-3, False),
-        (1e4, 0.99e-3, True),
-        (0.1, 0.01, False),
-        (0.1, 0.0099, True),
-        (1e-30, 1e28, False),
-        (None, 1e-4, True),
+        *((1e-3, 1.0, False), (0.99e-3, 1.0, True), (1e4, 1e-3, False), (1e4, 0.99e-3, True)),
+        *((0.1, 0.01, False), (0.1, 0.0099, True), (1e-30, 1e28, False), (None, 1e-4, True)),
     ],
 )
 def test_the_fastest_rotation(theta, scale, is_refused):

@@ -195,50 +195,25 @@ def test_lengths_and_positions_have_the_kind_of_their_arguments(kind, dtype):
 
 POSITIONS, LENGTHS = get_batch_indices_positions, get_seq_lens
 HUGE = (2**31, 2**62, 10**5000)
-ONE = ints(1)
+LARGE_NNZ, ONE = (2**25 + 1, *HUGE), ints(1)
 TOO_LARGE = "page_size must be at most 2147483647, not"
 
 
 @pytest.mark.parametrize(
     ("call", "arguments", "error", "said"),
     [
-        (
-            get_batch_indices_positions,
-            (ints(0, 2), ONE, 2),
-            PageTableError,
-            "append_indptr: request 0 appends 2 tokens, seq_lens says 1",
-        ),
-        (
-            get_batch_indices_positions,
-            (ints(0, 2), ints(2), 1),
-            PageTableError,
-            "append_indptr ends at 2, past nnz = 1",
-        ),
+        (POSITIONS, (ints(0, 2), ONE, 2), PageTableError, "append_indptr: request 0 appends 2 tokens, seq_lens says 1"),
+        (POSITIONS, (ints(0, 2), ints(2), 1), PageTableError, "append_indptr ends at 2, past nnz = 1"),
         (POSITIONS, (ints(0, 2), ints(2), -1), ContractError, "nnz must be at least 0, not -1"),
         (POSITIONS, (ints(0, 2), ints(2), 2.0), ContractTypeError, "nnz must be an integer"),
         *(
-            (POSITIONS, (ints(0, 1), ONE, nnz), ContractError, "nnz must be at most 33554432, not")
-            for nnz in (2**25 + 1, *HUGE)
+            (POSITIONS, (ints(0, 1), ONE, n), ContractError, "nnz must be at most 33554432, not")
+            for n in (2**25 + 1, *HUGE)
         ),
         (POSITIONS, (ints(1, 2), ints(2), 2), PageTableError, r"append_indptr\[0\] must be 0, not 1"),
-        (
-            get_batch_indices_positions,
-            (ints(0, 2, 1), ints(2, 2), 2),
-            PageTableError,
-            "append_indptr decreases at request 1",
-        ),
-        (
-            get_batch_indices_positions,
-            (ints(0, 2), ints(2, 2), 2),
-            ShapeError,
-            "append_indptr must have B . 1 = 3 entries, it has 2",
-        ),
-        (
-            get_batch_indices_positions,
-            (ONE[None], ints(2**26 - 1), 2**26 - 1),
-            PageTableError,
-            "page_table holds 67108863 tokens, over 33554432",
-        ),
+        (POSITIONS, (ints(0, 2, 1), ints(2, 2), 2), PageTableError, "append_indptr decreases at request 1"),
+        (POSITIONS, (ints(0, 2), ints(2, 2), 2), ShapeError, "append_indptr must have B . 1 = 3 entries, it has 2"),
+        (POSITIONS, (ONE[None], ints(2**26 - 1), 2**26 - 1), PageTableError, "page_table holds 67108863 tokens, over"),
         *((POSITIONS, (ONE[None], ONE, size), ContractError, TOO_LARGE) for size in HUGE),
         *((LENGTHS, (ONE[None], ONE, size), ContractError, TOO_LARGE) for size in HUGE),
         *((LENGTHS, (ints(0, 1), ONE, size), ContractError, TOO_LARGE) for size in HUGE),

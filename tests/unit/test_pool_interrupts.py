@@ -5,6 +5,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -190,35 +191,14 @@ def switching() -> Iterator[None]:
     sys.setswitchinterval(interval)
 
 
-def in_threads(count: int, work: Callable[[int], Any]) -> None:
-    """Runs `work(i)` in `count` threads at once, and raises what one of them raised."""
-    raised: list[BaseException] = []
-    barrier = threading.Barrier(count)
-
-    def run(index: int) -> None:
-        barrier.wait(60)
-        try:
-            work(index)
-        except BaseException as error:
-            raised.append(error)
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(300)
-    if raised:
-        raise raised[0]
-    assert not any(thread.is_alive() for thread in threads)
-
-
 @pytest.mark.usefixtures("switching")
 def test_threads_share_a_pool():
     pool, page_size = PagePool(60, 3), 3
-    starts = [0] * 500
+    starts, barrier = [0] * 500, threading.Barrier(4)
 
     def work(index: int) -> None:
         rng = np.random.default_rng(index)
+        barrier.wait(60)
         for turn in range(500):
             try:  # all threads start the same request: one of them does
                 pool.start(("shared", turn))
@@ -240,7 +220,8 @@ def test_threads_share_a_pool():
             except RequestError:
                 assert pool.num_free < 12  # the start was refused
 
-    in_threads(4, work)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4), timeout=300))
     assert starts == [1] * 500
     pool.check_integrity()
     assert pool.num_free == 60
