@@ -53,12 +53,8 @@ def make(kind, rows=N, inputs=K, seed=0):
     size = -1 if "rows" in options else group
     if method == "gptq":
         stored = zeros if "v2" in options else (zeros - 1) % (2 * half)
-        tensors = {
-            "qweight": pack(codes, bits).T,
-            "qzeros": pack(stored.T, bits),
-            "scales": scales.T,
-            "g_idx": index.astype(np.int32),
-        }
+        tensors = {"qweight": pack(codes, bits).T, "qzeros": pack(stored.T, bits), "scales": scales.T}
+        tensors["g_idx"] = index.astype(np.int32)
         said = {"bits": bits, "group_size": size, "desc_act": "order" in options}
         said["sym"] = "symmetric" in options
         said["checkpoint_format"] = "gptq_v2" if "v2" in options else "gptq"
@@ -179,11 +175,8 @@ def make_four_bits(options, random, rows, inputs):
 def make_int8(_, random, rows, inputs):
     codes, scales = random.integers(-127, 128, (rows, inputs)), random.uniform(1, 9, rows).astype(np.float32)
     tensors = {"weight": codes.astype(np.int8), "SCB": scales, "weight_format": np.uint8(0)}
-    return (
-        tensors,
-        codes * scales[:, None].astype(np.float64) / 127,
-        {"quant_method": "bitsandbytes", "load_in_8bit": True},
-    )
+    weight = codes * scales[:, None].astype(np.float64) / 127
+    return tensors, weight, {"quant_method": "bitsandbytes", "load_in_8bit": True}
 
 
 def as_torch(array):

@@ -52,7 +52,11 @@ def _object(rng: random.Random, depth: int = 2) -> Schema:
     names = rng.sample(WORDS, rng.randint(1, 4))
     values = {name: _object(rng, depth - 1) if depth and rng.random() < 0.4 else _leaf(rng) for name in names}
     required = rng.sample(names, rng.randint(0, len(names)))
-    return {"type": "object", "properties": values, "required": required, "additionalProperties": False}
+    return _closed(values, required)
+
+
+def _closed(properties: Schema, required: list[str]) -> Schema:
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
 def _array(rng: random.Random) -> Schema:
@@ -69,35 +73,18 @@ def _tuple(rng: random.Random) -> Schema:
 def _references(rng: random.Random) -> Schema:
     defined = {"point": _object(rng, 0), "a/b": _leaf(rng)}
     values = {"from": {"$ref": "#/$defs/point"}, "to": {"$ref": "#/$defs/point"}, "kind": {"$ref": "#/$defs/a~1b"}}
-    required = ["from", "kind"]
-    return {
-        "$defs": defined,
-        "type": "object",
-        "properties": values,
-        "required": required,
-        "additionalProperties": False,
-    }
+    return {"$defs": defined} | _closed(values, ["from", "kind"])
 
 
 def _recursion(rng: random.Random) -> Schema:
     children = {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": rng.randint(0, 2)}
-    node = {
-        "type": "object",
-        "properties": {"value": _number(rng), "children": children},
-        "required": ["value"],
-        "additionalProperties": False,
-    }
+    node = _closed({"value": _number(rng), "children": children}, ["value"])
     return {"$defs": {"node": node}, "$ref": "#/$defs/node"}
 
 
 def _alternatives(rng: random.Random) -> Schema:
     def variant(kind: str) -> Schema:
-        return {
-            "type": "object",
-            "properties": {"kind": {"const": kind}, "value": _leaf(rng)},
-            "required": ["kind", "value"],
-            "additionalProperties": False,
-        }
+        return _closed({"kind": {"const": kind}, "value": _leaf(rng)}, ["kind", "value"])
 
     return {rng.choice(["anyOf", "oneOf"]): [variant(kind) for kind in rng.sample(["a", "b", "c", "dd"], 2)]}
 

@@ -203,98 +203,50 @@ def with_nan(tensor):
     return tensor
 
 
+OTHER_STATE = bytearray(b'{"blocksize":64,"shape":[8,8]}')
 FAULTS = {
     "missing": ("gptq 4", lambda t: t.pop(f"{LAYER}.qzeros"), r"tensor \S+k_proj\.qzeros is missing"),
-    "shape": (
-        "gptq 4",
-        change("scales", lambda v: v[:-1].clone()),
-        r"k_proj\.scales: expected shape .*, got \[3, 32\]",
-    ),
+    "shape": ("gptq 4", change("scales", lambda v: v[:-1].clone()),
+        r"k_proj\.scales: expected shape .*, got \[3, 32\]"),
     "dtype": ("awq 4", change("qweight", lambda v: v.float()), r"k_proj\.qweight: expected dtype I32, got F32"),
     "scale": ("awq 4", change("scales", with_nan), r"layer \S+k_proj: a scale is not finite"),
     "order": ("gptq 4 order", change("g_idx", lambda v: v * 0), r"k_proj: g_idx does not put 16 inputs into each of 4"),
-    "shape tensor": (
-        "compressed-tensors 4",
-        change("weight_shape", lambda v: v * 2),
-        r"k_proj: weight_shape is \[64, 128\], expected \[32, 64\]",
-    ),
-    "large scale": (
-        "awq 4 wide",
-        change("scales", lambda v: v.float() * 1e8),
-        r"layer \S+k_proj: a scale is larger than float16 holds",
-    ),
-    "zero": (
-        "gptq 4 symmetric wide",
-        change("qzeros", lambda v: v + 1),
-        r"layer \S+k_proj: a zero is not 8, though all are said to be",
-    ),
-    "order that nothing announces": (
-        "gptq 4 wide",
-        change("g_idx", lambda v: v.flip(0).contiguous()),
-        r"layer \S+k_proj: g_idx is not in order, though no reordering is announced",
-    ),
-    "float8's dtype": (
-        "fp8 8",
-        change("weight", lambda v: v.float()),
-        r"k_proj\.weight: expected dtype F8_E4M3, got F32",
-    ),
-    "float8's blocks": (
-        "fp8 8 blocks",
-        change("weight_scale_inv", lambda v: v[:, :-1].clone()),
-        r"k_proj\.weight_scale_inv: expected shape \[2, 4\], got \[2, 3\]",
-    ),
-    "float8's scale": (
-        "fp8 8",
-        change("weight_scale_inv", lambda v: v * np.inf),
-        r"layer \S+k_proj: a scale is not fin",
-    ),
-    "scales of columns": (
-        "compressed-tensors 8 float rows",
-        change("weight_scale", lambda v: v.T.contiguous()),
-        r"k_proj\.weight_scale: expected shape \[32, 1\], got \[1, 32\]",
-    ),
-    "float4's scale": (
-        "compressed-tensors 4 mxfp4",
-        change("weight_scale", lambda v: v * 0 + 255),
-        r"layer \S+k_proj: a scale is not finite",
-    ),
-    "float4's number": (
-        "compressed-tensors 4 nvfp4",
-        change("weight_global_scale", lambda v: v * 0),
-        r"layer \S+k_proj: a scale is not finite",
-    ),
-    "float4 without its number": (
-        "modelopt 4 nvfp4",
-        lambda t: t.pop(f"{LAYER}.weight_scale_2"),
-        r"tensor \S+k_proj\.weight_scale_2 is missing",
-    ),
-    "HQQ's number": (
-        "hqq 3",
-        change("nbits", lambda v: v + 1),
-        r"layer \S+k_proj: nbits is 4, the configuration says 3",
-    ),
+    "shape tensor": ("compressed-tensors 4", change("weight_shape", lambda v: v * 2),
+        r"k_proj: weight_shape is \[64, 128\], expected \[32, 64\]"),
+    "large scale": ("awq 4 wide", change("scales", lambda v: v.float() * 1e8),
+        r"layer \S+k_proj: a scale is larger than float16 holds"),
+    "zero": ("gptq 4 symmetric wide", change("qzeros", lambda v: v + 1),
+        r"layer \S+k_proj: a zero is not 8, though all are said to be"),
+    "order that nothing announces": ("gptq 4 wide", change("g_idx", lambda v: v.flip(0).contiguous()),
+        r"layer \S+k_proj: g_idx is not in order, though no reordering is announced"),
+    "float8's dtype": ("fp8 8", change("weight", lambda v: v.float()),
+        r"k_proj\.weight: expected dtype F8_E4M3, got F32"),
+    "float8's blocks": ("fp8 8 blocks", change("weight_scale_inv", lambda v: v[:, :-1].clone()),
+        r"k_proj\.weight_scale_inv: expected shape \[2, 4\], got \[2, 3\]"),
+    "float8's scale": ("fp8 8", change("weight_scale_inv", lambda v: v * np.inf),
+        r"layer \S+k_proj: a scale is not fin"),
+    "scales of columns": ("compressed-tensors 8 float rows", change("weight_scale", lambda v: v.T.contiguous()),
+        r"k_proj\.weight_scale: expected shape \[32, 1\], got \[1, 32\]"),
+    "float4's scale": ("compressed-tensors 4 mxfp4", change("weight_scale", lambda v: v * 0 + 255),
+        r"layer \S+k_proj: a scale is not finite"),
+    "float4's number": ("compressed-tensors 4 nvfp4", change("weight_global_scale", lambda v: v * 0),
+        r"layer \S+k_proj: a scale is not finite"),
+    "float4 without its number": ("modelopt 4 nvfp4", lambda t: t.pop(f"{LAYER}.weight_scale_2"),
+        r"tensor \S+k_proj\.weight_scale_2 is missing"),
+    "HQQ's number": ("hqq 3", change("nbits", lambda v: v + 1),
+        r"layer \S+k_proj: nbits is 4, the configuration says 3"),
     "HQQ's zero": ("hqq 2", change("zero", lambda v: v / 0), r"layer \S+k_proj: a scale or a zero is not finite"),
-    "state": (
-        "bitsandbytes 4 nf4 nested",
-        change("weight.quant_state.bitsandbytes__nf4", lambda v: v[:-1].clone()),
-        r"layer \S+k_proj: weight\.quant_state\.bitsandbytes__nf4 is no state of a layer",
-    ),
-    "state of another layer": (
-        "bitsandbytes 4 nf4",
-        put(
-            "weight.quant_state.bitsandbytes__nf4", as_torch(np.frombuffer(b'{"blocksize":64,"shape":[8,8]}', np.uint8))
-        ),
-        r"k_proj: weight\.quant_state\S+ has blocksize, shape and nested_blocksize \[64, \[8, 8\], 256\], expected",
-    ),
-    "magnitude": (
-        "bitsandbytes 4 nf4",
-        change("weight.absmax", lambda v: v * np.nan),
-        r"layer \S+k_proj: a magnitude of a block is not finite",
-    ),
+    "state": ("bitsandbytes 4 nf4 nested", change("weight.quant_state.bitsandbytes__nf4", lambda v: v[:-1].clone()),
+        r"layer \S+k_proj: weight\.quant_state\.bitsandbytes__nf4 is no state of a layer"),
+    "state of another layer": ("bitsandbytes 4 nf4",
+        put("weight.quant_state.bitsandbytes__nf4", torch.frombuffer(OTHER_STATE, dtype=torch.uint8)),
+        r"k_proj: weight\.quant_state\S+ has blocksize, shape and nested_blocksize \[64, \[8, 8\], 256\], expected"),
+    "magnitude": ("bitsandbytes 4 nf4", change("weight.absmax", lambda v: v * np.nan),
+        r"layer \S+k_proj: a magnitude of a block is not finite"),
     "columns": ("bitsandbytes 8", change("weight_format", lambda v: v + 1), r"k_proj: weight_format is 1, expected 0"),
     "bias": ("gptq 4", put("bias", torch.ones(32)), r"k_proj\.bias is no part of the model"),
     "more": ("gptq 4", put("lora", torch.ones(32)), r"k_proj\.lora is no part of the model"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)

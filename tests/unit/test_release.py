@@ -215,13 +215,7 @@ def test_the_wheels_of_kernels_are_those_of_their_own_tools(tools, tmp_path):
 
 def test_a_folder_with_files_is_refused(tmp_path):
     (tmp_path / "x").touch()
-    done = subprocess.run(
-        [ROOT / ".ci" / "release", tmp_path],
-        env=os.environ | {"PYTHON": sys.executable},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    command, env = [ROOT / ".ci" / "release", tmp_path], os.environ | {"PYTHON": sys.executable}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 2
     assert "is not empty" in done.stderr

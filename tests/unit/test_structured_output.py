@@ -29,13 +29,9 @@ pytest.importorskip("llguidance")
 
 CONFIG = load_config(FOLDER)
 NAME = JsonSchema({"type": "object", "properties": {"a": {"enum": ["x", "yy"]}}, "required": ["a"]})
+POINT_PROPERTIES = {"x": {"type": "integer"}, "s": {"type": "string", "maxLength": 6}}
 POINT = JsonSchema(
-    {
-        "type": "object",
-        "properties": {"x": {"type": "integer"}, "s": {"type": "string", "maxLength": 6}},
-        "required": ["x", "s"],
-        "additionalProperties": False,
-    }
+    {"type": "object", "properties": POINT_PROPERTIES, "required": ["x", "s"], "additionalProperties": False}
 )
 
 

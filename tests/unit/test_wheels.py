@@ -22,6 +22,7 @@ SOURCES = Sources.installed()
 BUNDLES = kernel_bundles()
 PLATFORM = "manylinux_2_34_x86_64"
 EPOCH = 1_700_000_001
+MISSING = "is missing, damaged or of other sources"
 PURE = {
     "paged_kv/__init__.py": b"print()\n",
     "paged_kv/mojo_ops/ops.mojo": b"# op\n",
@@ -123,14 +124,10 @@ def test_provenance_says_what_the_kernels_are_made_of(wheels, kernels, monkeypat
 @pytest.mark.parametrize(
     ("bundle", "damage", "said"),
     [
-        ("merge_float32", lambda path: path.unlink(), "is missing, damaged or of other sources"),
-        ("layers_float32", lambda path: path.unlink(), "is missing, damaged or of other sources"),
-        (
-            "merge_float32",
-            lambda path: path.write_bytes(path.read_bytes()[:-1]),
-            "is missing, damaged or of other sources",
-        ),
-        ("merge_float32", lambda path: seal_of_others(path), "is missing, damaged or of other sources"),
+        ("merge_float32", lambda path: path.unlink(), MISSING),
+        ("layers_float32", lambda path: path.unlink(), MISSING),
+        ("merge_float32", lambda path: path.write_bytes(path.read_bytes()[:-1]), MISSING),
+        ("merge_float32", lambda path: seal_of_others(path), MISSING),
         ("merge_float32", lambda path: rewrite(path), "is not the file of"),
     ],
 )

@@ -12,14 +12,8 @@ from paged_kv.errors import CheckpointError
 from support.checkpoints import assert_same, make_checkpoint, rewrite
 from support.families import CASES
 
-VISION = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "image_size": 28,
-    "patch_size": 14,
-}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+VISION |= {"image_size": 28, "patch_size": 14}
 WRAPPERS = {
     "Mistral3": ("ministral3", "pixtral"),
     "Gemma3": ("gemma3", "siglip_vision_model"),
