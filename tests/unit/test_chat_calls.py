@@ -246,12 +246,7 @@ REFUSED = [
     ([{"type": "function", "function": {"name": "a b"}}], "auto", ContractError, "1 to 128 of"),
     ([NOW, NOW], "auto", ContractError, "duplicate function name 'now'"),
     ([{"function": {"name": "a", "parameters": 5}}], "auto", ContractTypeError, "parameters: expected a JSON schema"),
-    (
-        [{"function": {"name": "a", "parameters": {"type": "array"}}}],
-        "auto",
-        ContractError,
-        "expected the type object",
-    ),
+    ([{"function": {"name": "a", "parameters": {"type": "array"}}}], "auto", ContractError, "expected the type object"),
     ([], "required", ContractError, "tool_choice: required requires"),
     ([NOW], {"name": "then"}, ContractError, "expected the name of a tool, got 'then'"),
     ([NOW], "always", ContractTypeError, "tool_choice: expected none, auto, required"),

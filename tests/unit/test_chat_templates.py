@@ -153,16 +153,8 @@ REFUSED = [
     ([{"content": "x"}], ContractTypeError, r"messages\[0\]: expected a role"),
     ([{"role": "user"}], ContractError, r"messages\[0\].content: missing"),
     ([{"role": "user", "content": 5}], ContractTypeError, r"content: expected a text or a list"),
-    (
-        [{"role": "user", "content": [{"type": "image_url"}]}],
-        ContractError,
-        "only text parts are supported",
-    ),
-    (
-        [{"role": "user", "content": [{"type": "text", "text": None}]}],
-        ContractTypeError,
-        "text: expected a string",
-    ),
+    ([{"role": "user", "content": [{"type": "image_url"}]}], ContractError, "only text parts are supported"),
+    ([{"role": "user", "content": [{"type": "text", "text": None}]}], ContractTypeError, "text: expected a string"),
     ([{"role": "assistant", "tool_calls": 5}], ContractTypeError, "tool_calls: expected a list"),
     ([{"role": "assistant", "tool_calls": [5]}], ContractTypeError, r"tool_calls\[0\]: expected a function"),
     ([{"role": "assistant", "tool_calls": [call("{")]}], ContractError, "arguments: invalid JSON"),

@@ -59,13 +59,8 @@ NOT_NEUTRAL = {
     "command-r": {"attention.layer_norm_epsilon"},
     "cohere2": {"attention.layer_norm_epsilon"},
     "starcoder2": {"attention.layer_norm_epsilon"},
-    "glm4moe": {
-        "rope.dimension_count",
-        "expert_weights_scale",
-        "expert_shared_count",
-        "leading_dense_block_count",
-        "expert_gating_func",
-    },
+    "glm4moe": {"rope.dimension_count", "leading_dense_block_count", "expert_gating_func"}
+    | {"expert_weights_scale", "expert_shared_count"},
     "ernie4_5-moe": {"leading_dense_block_count"},
     "llama4": {"expert_gating_func"},
     "olmoe": {"expert_weights_norm", "feed_forward_length"},
@@ -253,20 +248,12 @@ def test_what_another_model_says_is_refused(headers, kind, said, message):
         ("qwen2", {}, ["rope_freqs"], "tensor rope_freqs.weight is no part"),
         ("llama", {}, ["rope_factors_long", "rope_factors_short"], "tensor rope_factors_long.weight is no part"),
         ("phi3", {}, ["rope_factors_long"], "rope.scaling.type: requires tensor rope_factors_short.weight, got"),
-        (
-            "phi3",
-            {"phi3.rope.scaling.factor": 4.0},
-            ["rope_factors_long", "rope_factors_short"],
-            "factor: expected one scaling: .*, got 4.0$",
-        ),
-        (
-            "llama",
-            {"llama.rope.scaling.type": "yarn"},
-            ["rope_freqs"],
-            "expected one scaling: there is also tensor rope_freqs",
-        ),
+        ("phi3", {"phi3.rope.scaling.factor": 4.0}, ["rope_factors_long", "rope_factors_short"],
+         "factor: expected one scaling: .*, got 4.0$"),
+        ("llama", {"llama.rope.scaling.type": "yarn"}, ["rope_freqs"],
+         "expected one scaling: there is also tensor rope_freqs"),
     ],
-)
+)  # fmt: skip
 def test_tensors_of_a_scaling_that_is_not_computed_are_refused(tmp_path, kind, said, names, message):
     tensors = {f"{name}.weight": [1.0] * 16 for name in names}
     file = write_gguf(tmp_path / "a.gguf", make_model(kind), lambda _: "F32", metadata=said, more_tensors=tensors)
