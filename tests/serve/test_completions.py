@@ -1,7 +1,6 @@
 """/v1/completions, asked with OpenAI's own client, against a float64 forward pass and the engine alone."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema
 import numpy as np
@@ -31,13 +30,6 @@ def test_greedy_text_is_the_oracles(server, model, prompt):
     assert choice.finish_reason == "length"
     assert len(choice.token_ids) == 16
     model.assert_greedy(choice)
-
-
-def test_requests_of_one_batch_do_not_mix(server, model):
-    with ThreadPoolExecutor(len(RAGGED)) as pool:
-        answers = list(pool.map(lambda prompt: complete(server, prompt, max_tokens=40), RAGGED))
-    for answer in answers:
-        model.assert_greedy(answer.choices[0])
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -63,6 +63,7 @@ def test_of_the_demo(options):
     of_model = {name: options[name] for name in ("kv_format", "cache_rotation") if name in options}
     with served(**options) as server:
         check(server, alone(FOLDER, **of_model))
+        assert "num_pages" not in options or server.metric("vllm:num_preemptions_total") > 0
 
 
 def test_with_a_draft():

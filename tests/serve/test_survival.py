@@ -205,25 +205,6 @@ def test_a_full_queue_is_said_and_not_waited_for(held):
         assert server.post("/v1/completions", {"prompt": "x", "n": 5, "max_tokens": 1})[0] == 200
 
 
-def test_too_few_pages_preempt_and_every_request_is_answered(model):
-    with served(num_pages=24, max_running=16) as server, ThreadPoolExecutor(16) as pool:
-
-        def call(index):
-            return server.client.completions.create(
-                model="demo",
-                prompt=f"request {index}, and the word of the Lord came unto",
-                max_tokens=60,
-                temperature=0,
-                extra_body={"return_token_ids": True},
-            )
-
-        for answer in pool.map(call, range(16)):
-            assert answer.usage.completion_tokens == 60
-            model.assert_greedy(answer.choices[0])
-        assert server.metric("vllm:num_preemptions_total") > 0
-        assert server.engine.pool.num_used == 0
-
-
 def test_a_request_that_no_pool_holds_is_refused():
     with served(num_pages=4) as server:
         status, answer = server.post("/v1/completions", {"prompt": "x", "max_tokens": 100})
