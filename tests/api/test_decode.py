@@ -231,7 +231,7 @@ def test_the_fast_plan_in_place_of_plan() -> None:
     )  # fmt: skip
     assert_rows(wrapper.run_return_lse(new_rows(CASE, 2)[0], paged_cache(CASE)), CASE, 2)
     fast_decode_plan(wrapper, indptr, indices, last, *plan_sizes(CASE))
-    with pytest.raises(ContractTypeError, match="q: dtype float32, planned float16"):
+    with pytest.raises(ContractTypeError, match="q: expected the planned dtype float16, got float32"):
         wrapper.run(CASE.q, paged_cache(CASE))
 
 
@@ -303,7 +303,9 @@ def test_a_graph_wrapper_reads_the_buffers_at_every_run(cls: str) -> None:
     with pytest.raises(PageTableError, match="request 2, slot 0 holds page id 1000000"):
         wrapper.run(CASE.q, paged_cache(CASE))
     arrays[2][0] = 17
-    with pytest.raises(PageTableError, match="paged_kv_last_page_len_buffer: request 0 has 17"):
+    with pytest.raises(
+        PageTableError, match="paged_kv_last_page_len_buffer: request 0: expected 1 to page_size = 16, got 17"
+    ):
         wrapper.run(CASE.q, paged_cache(CASE))
 
 
@@ -317,7 +319,7 @@ def test_rows_of_a_captured_graph_are_read_again() -> None:
 
     plan(2)
     plan(2)
-    with pytest.raises(ShapeError, match="q_len_per_req: 3, the first plan has frozen it at 2"):
+    with pytest.raises(ShapeError, match="q_len_per_req: expected the first plan's 2, got 3"):
         plan(3)
     shorter = build(CacheCase((15, 0, 41, 3), rank=5))
     assert_rows(wrapper.run_return_lse(q, paged_cache(CASE)), CASE, 2)

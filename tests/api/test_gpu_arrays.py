@@ -183,15 +183,21 @@ def test_shapes_of_index_arrays_are_checked_where_their_values_are_not_read():
     two, three = torch.ones(2).int(), torch.ones(3).int()
     table = [torch.tensor(values) for values in ([4, 1, 5], [0, 1, 2, 3], [1, 1, 1])]
     for call, said in (
-        (lambda: page.append_paged_kv_cache(rows, rows, two, cache, *table), "append_indptr must have B + 1 = 4"),
-        (lambda: page.append_paged_kv_cache(rows, rows, three, two, cache, *table), "positions has 2 entries"),
-        (lambda: page.append_paged_kv_cache(rows, rows, cache, three[:, None], two, 4), "last_page_len has 2 entries"),
-        (lambda: page.get_batch_indices_positions(three, three, 6), "append_indptr must have B + 1 = 4 entries"),
-        (lambda: page.get_seq_lens(two, three, 4), "kv_indptr must have B + 1 = 4 entries"),
+        (lambda: page.append_paged_kv_cache(rows, rows, two, cache, *table), "append_indptr: expected B + 1 = 4"),
+        (
+            lambda: page.append_paged_kv_cache(rows, rows, three, two, cache, *table),
+            "positions: expected an entry for each",
+        ),
+        (
+            lambda: page.append_paged_kv_cache(rows, rows, cache, three[:, None], two, 4),
+            "last_page_len: expected B = 3 entries, got 2",
+        ),
+        (lambda: page.get_batch_indices_positions(three, three, 6), "append_indptr: expected B + 1 = 4 entries"),
+        (lambda: page.get_seq_lens(two, three, 4), "kv_indptr: expected B + 1 = 4 entries"),
     ):
         refuses(call, ShapeError, said, cache)
     floats = [rows, rows, three.float(), three, cache, *table]
-    refuses(lambda: page.append_paged_kv_cache(*floats), ContractTypeError, "batch_indices: dtype must be an integer")
+    refuses(lambda: page.append_paged_kv_cache(*floats), ContractTypeError, "batch_indices: expected an integer dtype")
     counted = (three[:, None], three, 4)
     refuses(lambda: page.get_batch_indices_positions(*counted), ContractTypeError, "page_table is on a GPU: how many")
 
@@ -238,7 +244,7 @@ def test_a_gpu_that_is_not_there():
     sizes = {"num_blocks": 7, "block_size": 4, "num_kv_heads": 2, "head_dim": 8, "batch_size": 2}
     with pytest.raises(ToolchainError, match="GPU 63: MAX finds no such device"):
         init_paged_kv_cache(**sizes, max_blocks_per_seq=3, dtype="float16", device="cuda:63")
-    with pytest.raises(ContractError, match="not 'metal'"):
+    with pytest.raises(ContractError, match="got 'metal'"):
         init_paged_kv_cache(**sizes, max_blocks_per_seq=3, dtype="float16", device="metal")
 
 

@@ -131,7 +131,7 @@ def test_levels_in_the_users_buffers_are_read_again() -> None:
     before = [buffer.copy() for buffers in lists for buffer in buffers]
     longer = build_cascade(offsets([0, 8], [0, 4, 8], [0, 1, 4, 4, 8]), [[40], [0, 33], [3, 17, 9, 20]])
     refused = (
-        (longer, "qo_indptr_arr[0] ends at 8 rows, the first plan has 7"),
+        (longer, "qo_indptr_arr[0]: expected the first plan's 7 rows, got 8"),
         (build_cascade(offsets([0, 7], [0, 7], [0, 7]), [[1], [1], [1]]), "qo_indptr_buf_arr[1] holds 3 entries"),
         (
             build_cascade(TREE.tables[0], [[200], [0, 33], [3, 17, 9, 20]]),

@@ -121,11 +121,16 @@ def test_a_compiler_that_is_missing_takes_no_pages(monkeypatch):
 @pytest.mark.parametrize(
     ("k", "v", "error", "said"),
     [
-        (tokens(0), tokens(0).astype("float16"), ContractTypeError, "v: dtype float16, the cache's is float32"),
-        (tokens(0)[:1], tokens(0), ShapeError, r"k must be \[N, 2, 8\]"),
-        (tokens(0, 2), tokens(0, 3), ShapeError, "v has 3 rows, k has 2"),
-        (tokens(0, 1, 1), tokens(0), ShapeError, r"k must be \[N, 2, 8\]"),
-        ([1.0], tokens(0), ContractTypeError, "k must be an array .*list"),
+        (
+            tokens(0),
+            tokens(0).astype("float16"),
+            ContractTypeError,
+            "v: expected the cache's dtype float32, got float16",
+        ),
+        (tokens(0)[:1], tokens(0), ShapeError, r"k: expected \[N, 2, 8\]"),
+        (tokens(0, 2), tokens(0, 3), ShapeError, "v: expected k's 2 rows, got 3"),
+        (tokens(0, 1, 1), tokens(0), ShapeError, r"k: expected \[N, 2, 8\]"),
+        ([1.0], tokens(0), ContractTypeError, "k: expected an array .*list"),
     ],
 )
 def test_tokens_that_do_not_fit_change_nothing(k, v, error, said):
@@ -146,7 +151,7 @@ def test_tokens_that_do_not_fit_change_nothing(k, v, error, said):
         ({"num_kv_heads": 1.0}, ContractTypeError, "num_kv_heads must be an integer"),
         ({"dtype": "int2"}, ContractTypeError, "dtype: 'int2' is none of"),
         ({"device": "cuda:63"}, ToolchainError, "GPU 63: MAX finds no such device"),
-        ({"device": "tpu"}, ContractError, r"device must be the CPU or a GPU \('cuda', 'cuda:1'\), not 'tpu'"),
+        ({"device": "tpu"}, ContractError, r"device: expected the CPU or a GPU \('cuda', 'cuda:1'\), got 'tpu'"),
         ({"kind": "jax"}, ContractError, "kind: expected None or 'numpy' or 'torch', got 'jax'"),
     ],
 )

@@ -172,7 +172,7 @@ REFUSED: dict[str, tuple[str, int, Any, type[PagedKVError], str]] = {
     "a page past the cache": ("attention", 3, put((0, 1), 99), PageTableError, "request 0, slot 1 holds page id 99"),
     "a negative page": ("attention", 3, put((2, 0), -1), PageTableError, "request 2, slot 0"),
     "a length past the table": ("attention", 4, put(3, 999), PageTableError, "seq_lens: request 3 has 999 tokens"),
-    "a negative length": ("attention", 4, put(3, -1), PageTableError, "seq_lens: request 3 has -1"),
+    "a negative length": ("attention", 4, put(3, -1), PageTableError, "request 3: expected at least 0 tokens, got -1"),
     "rows that do not fit": ("attention", 5, put(4, 51), ShapeError, "qo_indptr ends at 51, q has"),
     "rows past any memory": ("attention", 5, put(4, 2**31 - 1), ShapeError, "qo_indptr ends at 2147483647, q has"),
     "offsets that decrease": ("attention", 5, put(1, 9), PageTableError, "qo_indptr decreases at request 1"),

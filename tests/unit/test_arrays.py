@@ -170,13 +170,13 @@ def test_int32_indices_are_a_view_and_strided_ones_made_contiguous():
         (torch.tensor([[0], [-(2**31) - 1]]), 2, PageTableError, r"kv_indices\[1, 0\] is -2147483649"),
         (np.array([2**32 - 1], np.uint32), 1, PageTableError, r"kv_indices\[0\] is 4294967295"),
         (np.array([2**63], np.uint64), 1, PageTableError, r"kv_indices\[0\] is 9223372036854775808"),
-        (np.array([1.0]), 1, ContractTypeError, "kv_indices: dtype must be an integer, not float64"),
-        (np.array([True]), 1, ContractTypeError, "kv_indices: dtype must be an integer, not bool"),
-        ([0, 1], 1, ContractTypeError, "kv_indices must be an array .*list"),
-        (np.zeros((2, 2), np.int32), 1, ShapeError, r"kv_indices must have 1 dimensions, its shape is \(2, 2\)"),
+        (np.array([1.0]), 1, ContractTypeError, "kv_indices: expected an integer dtype, got float64"),
+        (np.array([True]), 1, ContractTypeError, "kv_indices: expected an integer dtype, got bool"),
+        ([0, 1], 1, ContractTypeError, "kv_indices: expected an array .*list"),
+        (np.zeros((2, 2), np.int32), 1, ShapeError, r"kv_indices: expected 1 dimensions, got shape \[2, 2\]"),
         (np.int32(3), 1, ContractTypeError, "kv_indices"),
-        (np.broadcast_to(np.int64(1), 2**28 + 1), 1, ShapeError, r"kv_indices has over 2\^28 entries"),
-        (np.broadcast_to(np.int32(1), (3, 2**40)), 2, ShapeError, r"kv_indices has over 2\^28 entries"),
+        (np.broadcast_to(np.int64(1), 2**28 + 1), 1, ShapeError, r"kv_indices: expected at most 2\^28 entries"),
+        (np.broadcast_to(np.int32(1), (3, 2**40)), 2, ShapeError, r"kv_indices: expected at most 2\^28 entries"),
     ],
 )
 def test_indices_that_are_none_are_refused(given, ndim, error, said):
@@ -266,8 +266,8 @@ PAIR = np.zeros((4, 5, 2, 8), np.float16)
 @pytest.mark.parametrize(
     ("cache", "layout", "error", "said"),
     [
-        ((PAIR, one_layer()), "NHD", ShapeError, r"kv_data\[1\] must have 4 dimensions"),
-        ((PAIR, None), "NHD", ContractTypeError, r"kv_data\[1\] must be an array.*NoneType"),
+        ((PAIR, one_layer()), "NHD", ShapeError, r"kv_data\[1\]: expected 4 dimensions"),
+        ((PAIR, None), "NHD", ContractTypeError, r"kv_data\[1\]: expected an array.*NoneType"),
         (one_layer().swapaxes(-1, -2), "NHD", ContractError, "kv_data: the elements of a head.* stride is 8"),
         (one_layer(), None, ContractError, "kv_layout: expected .* got None"),
         (torch.zeros(1, 2, 5, 2, 8).expand(4, 2, 5, 2, 8), "NHD", ContractError, "some of its elements share memory"),

@@ -73,7 +73,7 @@ def test_a_plan_of_codes():
             plan(kv, pos_encoding_mode="ROPE_LLAMA")
         with pytest.raises(ContractTypeError, match=f"a cache of {kv} codes is paged"):
             plan(kv, page_size=None)
-        with pytest.raises(ShapeError, match=f"{kv} codes has V as wide as K: head_dim_vo must be 64, not 32"):
+        with pytest.raises(ShapeError, match=f"^head_dim_vo: expected 64, as K has, for {kv} codes, got 32"):
             plan(kv, head_dim_vo=32)
     with pytest.raises(ShapeError, match="head_dim must be a multiple of 8 from 16 on for int4 codes, not 8"):
         plan("int4", head_dim=8)

@@ -47,16 +47,16 @@ LARGE = 2**31 - 1
 @pytest.mark.parametrize(
     ("indptr", "indices", "last", "size", "error", "said"),
     [
-        ([], [], [], 4, ShapeError, "kv_indptr must have B . 1 entries, it has 0"),
-        ([1, 2], [5, 6], [1], 4, PageTableError, r"kv_indptr\[0\] must be 0, not 1"),
+        ([], [], [], 4, ShapeError, "kv_indptr: expected B . 1 entries, got 0"),
+        ([1, 2], [5, 6], [1], 4, PageTableError, r"kv_indptr\[0\]: expected 0, got 1"),
         ([0, 2, 1], [5, 6], [1, 1], 4, PageTableError, "kv_indptr decreases at request 1: from 2 to 1"),
         ([0, LARGE, -LARGE - 1], [], [1, 1], 4, PageTableError, "kv_indptr decreases at request 1"),
         ([0, 1, 3, 4], [5, 6], [1] * 3, 4, PageTableError, "kv_indptr: request 1 ends at 3, kv_indices has 2"),
-        ([0, 1, 2], [5, 6], [1], 4, ShapeError, "kv_last_page_len must have B = 2 entries.* it has 1"),
-        ([0, 1, 2], [5, 6], [1, 0], 4, PageTableError, r"kv_last_page_len: request 1 has 0, outside \[1, .*4\]"),
-        ([0, 1, 2], [5, 6], [5, 1], 4, PageTableError, r"kv_last_page_len: request 0 has 5, outside \[1, .*4\]"),
-        ([0, 1, 1], [5], [1, 5], 4, PageTableError, r"kv_last_page_len: request 1 has 5, outside \[0, .*4\]"),
-        ([0, 0], [], [-1], 4, PageTableError, r"kv_last_page_len: request 0 has -1, outside \[0, .*4\]"),
+        ([0, 1, 2], [5, 6], [1], 4, ShapeError, "kv_last_page_len: expected B = 2 entries.* got 1"),
+        ([0, 1, 2], [5, 6], [1, 0], 4, PageTableError, r"kv_last_page_len: request 1: expected 1 to .*4, got 0"),
+        ([0, 1, 2], [5, 6], [5, 1], 4, PageTableError, r"kv_last_page_len: request 0: expected 1 to .*4, got 5"),
+        ([0, 1, 1], [5], [1, 5], 4, PageTableError, r"kv_last_page_len: request 1: expected 0 to .*4, got 5"),
+        ([0, 0], [], [-1], 4, PageTableError, r"kv_last_page_len: request 0: expected 0 to .*4, got -1"),
         ([0, 2], [5, 6], [1], 2**30, PageTableError, "kv_indptr: request 0 has 2 pages of 1073741824"),
         ([0], [], [], 0, ContractError, "page_size must be at least 1, not 0"),
         ([0], [], [], 2**31, ContractError, "page_size must be at most 2147483647, not 2147483648"),
@@ -90,10 +90,10 @@ def test_dense_tables_end_at_the_first_minus_one():
     ("page_table", "last", "error", "said"),
     [
         (np.array([[1, -1, 2]]), [1], PageTableError, "page_table: request 0 has page 2 in slot 2, after a -1"),
-        (np.array([1, 2]), [1], ShapeError, "page_table must have 2 dimensions"),
-        (np.array([[1], [2]]), [1], ShapeError, "last_page_len must have B = 2 entries"),
-        (np.array([[1], [2]]), [1, 5], PageTableError, "last_page_len: request 1 has 5"),
-        (np.array([[1], [2]]), [-1, 4], PageTableError, "last_page_len: request 0 has -1"),
+        (np.array([1, 2]), [1], ShapeError, "page_table: expected 2 dimensions"),
+        (np.array([[1], [2]]), [1], ShapeError, "last_page_len: expected B = 2 entries"),
+        (np.array([[1], [2]]), [1, 5], PageTableError, "last_page_len: request 1: expected .*, got 5"),
+        (np.array([[1], [2]]), [-1, 4], PageTableError, "last_page_len: request 0: expected .*, got -1"),
     ],
 )
 def test_inconsistent_dense_tables_are_refused(page_table, last, error, said):
@@ -154,7 +154,7 @@ def test_every_used_slot_is_found_and_no_other(drawn, data):
 def test_rows_of_no_request_are_refused():
     it = table([0, 1], [3], [4])
     for b in (1, -2):
-        with pytest.raises(PageTableError, match=f"batch_indices: row 1 names request {b}"):
+        with pytest.raises(PageTableError, match=f"batch_indices: row 1: expected -1 to 0, got {b}"):
             it.slots(np.array([0, b], np.int32), np.array([0, 0], np.int32))
 
 
@@ -203,23 +203,33 @@ TOO_LARGE = "page_size must be at most 2147483647, not"
     ("call", "arguments", "error", "said"),
     [
         (POSITIONS, (ints(0, 2), ONE, 2), PageTableError, "append_indptr: request 0 appends 2 tokens, seq_lens says 1"),
-        (POSITIONS, (ints(0, 2), ints(2), 1), PageTableError, "append_indptr ends at 2, past nnz = 1"),
+        (
+            POSITIONS,
+            (ints(0, 2), ints(2), 1),
+            PageTableError,
+            "append_indptr: expected an end of at most nnz = 1, got 2",
+        ),
         (POSITIONS, (ints(0, 2), ints(2), -1), ContractError, "nnz must be at least 0, not -1"),
         (POSITIONS, (ints(0, 2), ints(2), 2.0), ContractTypeError, "nnz must be an integer"),
         *(
             (POSITIONS, (ints(0, 1), ONE, n), ContractError, "nnz must be at most 33554432, not")
             for n in (2**25 + 1, *HUGE)
         ),
-        (POSITIONS, (ints(1, 2), ints(2), 2), PageTableError, r"append_indptr\[0\] must be 0, not 1"),
+        (POSITIONS, (ints(1, 2), ints(2), 2), PageTableError, r"append_indptr\[0\]: expected 0, got 1"),
         (POSITIONS, (ints(0, 2, 1), ints(2, 2), 2), PageTableError, "append_indptr decreases at request 1"),
-        (POSITIONS, (ints(0, 2), ints(2, 2), 2), ShapeError, "append_indptr must have B . 1 = 3 entries, it has 2"),
-        (POSITIONS, (ONE[None], ints(2**26 - 1), 2**26 - 1), PageTableError, "page_table holds 67108863 tokens, over"),
+        (POSITIONS, (ints(0, 2), ints(2, 2), 2), ShapeError, "append_indptr: expected B . 1 = 3 entries, .*got 2"),
+        (
+            POSITIONS,
+            (ONE[None], ints(2**26 - 1), 2**26 - 1),
+            PageTableError,
+            "page_table: expected at most 33554432 tokens, got 67108863",
+        ),
         *((POSITIONS, (ONE[None], ONE, size), ContractError, TOO_LARGE) for size in HUGE),
         *((LENGTHS, (ONE[None], ONE, size), ContractError, TOO_LARGE) for size in HUGE),
         *((LENGTHS, (ints(0, 1), ONE, size), ContractError, TOO_LARGE) for size in HUGE),
-        (LENGTHS, (ints(0, 2), ints(0), 4), PageTableError, "kv_last_page_len: request 0 has 0"),
-        (LENGTHS, (ints(0, 2), ints(5), 4), PageTableError, "kv_last_page_len: request 0 has 5"),
-        (LENGTHS, (ints(0, 2), ints(1, 1), 4), ShapeError, "kv_last_page_len must have B = 1 entries"),
+        (LENGTHS, (ints(0, 2), ints(0), 4), PageTableError, "kv_last_page_len: request 0: expected .*, got 0"),
+        (LENGTHS, (ints(0, 2), ints(5), 4), PageTableError, "kv_last_page_len: request 0: expected .*, got 5"),
+        (LENGTHS, (ints(0, 2), ints(1, 1), 4), ShapeError, "kv_last_page_len: expected B = 1 entries"),
         (LENGTHS, (ints(0, 2, 1), ints(1, 1), 4), PageTableError, "kv_indptr decreases at request 1"),
         (LENGTHS, (ints(0, 2**31 - 1), ONE, 4), PageTableError, "kv_indptr: request 0 has 2147483647 pages of 4"),
         (LENGTHS, (ints(0, 2), ONE, 0), ContractError, "page_size must be at least 1, not 0"),

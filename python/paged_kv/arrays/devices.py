@@ -58,7 +58,7 @@ def device_named(device: Any) -> ArrayDevice:
     if kind == "cpu":
         return HOST
     if kind != "cuda" or not (index or "0").isdecimal() or len(index) > 4:
-        raise ContractError(f"device must be the CPU or a GPU ('cuda', 'cuda:1'), not {shown(device)}")
+        raise ContractError(f"device: expected the CPU or a GPU ('cuda', 'cuda:1'), got {shown(device)}")
     return gpu(int(index or 0))
 
 

@@ -80,9 +80,9 @@ class TorchArrays:
         torch = sys.modules["torch"]
         tensor = self.view(array, name)
         if self.dtype(tensor).kind not in "iu":
-            raise ContractTypeError(f"{name}: dtype must be an integer, not {tensor.dtype}")
+            raise ContractTypeError(f"{name}: expected an integer dtype, got {tensor.dtype}")
         if tensor.ndim != ndim:
-            raise ShapeError(f"{name} must have {ndim} dimensions, its shape is {tuple(tensor.shape)}")
+            raise ShapeError(f"{name}: expected {ndim} dimensions, got shape {list(tensor.shape)}")
         return (tensor.view(torch.int32) if tensor.dtype == torch.uint32 else tensor).long()
 
     def dtype(self, view: Tensor) -> np.dtype[Any]:

@@ -92,11 +92,11 @@ def as_indices(array: Any, name: str, ndim: int = 1) -> npt.NDArray[np.int32]:
     """
     indices = as_numpy(array, name)
     if indices.dtype.kind not in "iu":
-        raise ContractTypeError(f"{name}: dtype must be an integer, not {indices.dtype}")
+        raise ContractTypeError(f"{name}: expected an integer dtype, got {indices.dtype}")
     if indices.ndim != ndim:
-        raise ShapeError(f"{name} must have {ndim} dimensions, its shape is {indices.shape}")
+        raise ShapeError(f"{name}: expected {ndim} dimensions, got shape {list(indices.shape)}")
     if indices.size > _MOST_INDICES:
-        raise ShapeError(f"{name} has over 2^28 entries, its shape is {indices.shape}")
+        raise ShapeError(f"{name}: expected at most 2^28 entries, got shape {list(indices.shape)}")
     if indices.dtype != _INT32:
         if indices.size and (indices.max() > _LARGEST or indices.min() < ~_LARGEST):
             at = np.argwhere((indices > _LARGEST) | (indices < ~_LARGEST))[0]
@@ -235,7 +235,7 @@ def _torch_views() -> dict[Any, tuple[Any, np.dtype]]:
 
 def _from_torch(tensor: Any, name: str) -> np.ndarray:
     if not tensor.is_cpu:
-        raise ContractTypeError(f"{name} is on device {tensor.device}, it must be on the CPU")
+        raise ContractTypeError(f"{name}: expected a tensor on the CPU, got one on {tensor.device}")
     try:
         raw, dtype = _torch_views()[tensor.dtype]
     except KeyError:
@@ -294,9 +294,9 @@ def _from_dlpack(array: Any, name: str) -> np.ndarray:
         raise ContractTypeError(f"{name} ({_kind(array)}) has no memory: {reason(error)}") from error
     device = dlpack_device(array, name)
     if device is None:
-        raise ContractTypeError(f"{name} must be an array (NumPy, torch, JAX, MAX or DLPack), not {_kind(array)}")
+        raise ContractTypeError(f"{name}: expected an array (NumPy, torch, JAX, MAX or DLPack), got {_kind(array)}")
     if device[0] != _CPU:
-        raise ContractTypeError(f"{name} ({_kind(array)}) must be on the CPU, its DLPack device is {device}")
+        raise ContractTypeError(f"{name} ({_kind(array)}): expected an array on the CPU, got DLPack device {device}")
     if isinstance(array, Buffer) and array.dtype.name not in DTYPES:
         raise ContractTypeError(f"{name}: dtype {array.dtype.name} is none of {', '.join(DTYPES)}")
     try:

@@ -66,7 +66,7 @@ class Pages:
         check_layout(kv_layout)
         if isinstance(paged_kv_cache, tuple | list):
             if len(paged_kv_cache) != 2:
-                raise ShapeError(f"{name}: a tuple must hold K and V, not {len(paged_kv_cache)} arrays")
+                raise ShapeError(f"{name}: expected a tuple of K and V, got {len(paged_kv_cache)} arrays")
             names = (f"{name}[0]", f"{name}[1]")
             k, v = (device.view(array, of) for array, of in zip(paged_kv_cache, names, strict=True))
             if one_slot:
@@ -82,7 +82,7 @@ class Pages:
                 both = _with_slot(both, kv_layout)
             check_storage(device, both, name, 5, writable=writable)
             if both.shape[1] != 2:
-                raise ShapeError(f"{name}: dimension 1 must be 2 (K and V), its shape is {tuple(both.shape)}")
+                raise ShapeError(f"{name}: expected 2 (K and V) in dimension 1, got shape {list(both.shape)}")
             k, v = both[:, 0], both[:, 1]
         if kv_layout == "HND":
             k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
@@ -172,9 +172,9 @@ def check_alike(view: Any, other: Any, name: str, others: str, same_width: bool 
     """
     if view.dtype != other.dtype:
         got, expected = (str(dtype).removeprefix("torch.") for dtype in (view.dtype, other.dtype))
-        raise ContractTypeError(f"{name}: dtype {got} differs from {others} {expected}")
+        raise ContractTypeError(f"{name}: expected {others} dtype {expected}, got {got}")
     if view.shape != other.shape and (same_width or view.shape[:-1] != other.shape[:-1]):
-        raise ShapeError(f"{name}: shape {list(view.shape)} differs from {others} {list(other.shape)}")
+        raise ShapeError(f"{name}: expected {others} shape {list(other.shape)}, got {list(view.shape)}")
 
 
 def overlapping_pages(tokens: Any, page_size: int) -> Any:
@@ -201,7 +201,7 @@ def check_storage(device: ArrayDevice, view: Any, name: str, ndim: int, *, writa
             written, it is read-only or two of its elements are one.
     """
     if view.ndim != ndim:
-        raise ShapeError(f"{name} must have {ndim} dimensions, its shape is {tuple(view.shape)}")
+        raise ShapeError(f"{name}: expected {ndim} dimensions, got shape {list(view.shape)}")
     if writable and not device.is_writable(view):
         raise ContractError(f"{name} is read-only and would be written in place (JAX arrays: see paged_kv.cache)")
     if not math.prod(view.shape):

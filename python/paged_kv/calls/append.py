@@ -67,10 +67,10 @@ class WritableCache:
         for view, name in ((ckv, "ckv_cache"), (kpe, "kpe_cache")):
             check_storage(device, view, name, 3, writable=True)
         if kpe.shape[:2] != ckv.shape[:2]:
-            got, expected = tuple(kpe.shape[:2]), tuple(ckv.shape[:2])
-            raise ShapeError(f"kpe_cache: [pages, page_size] is {got}, ckv_cache's is {expected}")
+            got, expected = list(kpe.shape[:2]), list(ckv.shape[:2])
+            raise ShapeError(f"kpe_cache: expected ckv_cache's [pages, page_size] {expected}, got {got}")
         if kpe.dtype != ckv.dtype:
-            raise ContractTypeError(f"kpe_cache: dtype {kpe.dtype} differs from ckv_cache's {ckv.dtype}")
+            raise ContractTypeError(f"kpe_cache: expected ckv_cache's dtype {ckv.dtype}, got {kpe.dtype}")
         check_disjoint(device, "kpe_cache", kpe, [("ckv_cache", ckv)])
         pages = Pages(ckv[:, :, None], kpe[:, :, None], device, "ckv_cache")
         return WritableCache(pages, (ckv_cache, kpe_cache))
@@ -83,7 +83,7 @@ class WritableCache:
         refuse_gradients(**{name: cache})
         view = device.view(cache, name)
         if view.ndim not in (3, 4):
-            raise ShapeError(f"{name} must have 3 or 4 dimensions, its shape is {tuple(view.shape)}")
+            raise ShapeError(f"{name}: expected 3 or 4 dimensions, got shape {list(view.shape)}")
         check_storage(device, view, name, view.ndim, writable=True)
         num_axes = view.ndim - 1
         if num_axes == 2:
@@ -106,15 +106,17 @@ class WritableCache:
             if kv_format and device.dtype(rows).name in Q_DTYPES and rows.shape[-1:] != row_shape[-1:]:
                 row_shape = (*row_shape[:-1], stored_elements(kv_format, row_shape[-1], pages.name))
             elif rows.dtype != view.dtype:
-                raise ContractTypeError(f"{name}: dtype {rows.dtype}, the cache's is {view.dtype}")
+                raise ContractTypeError(f"{name}: expected the cache's dtype {view.dtype}, got {rows.dtype}")
             if rows.ndim != num_axes or rows.shape[1:] != row_shape:
                 expected = ", ".join(map(str, ("N", *row_shape)))
-                raise ShapeError(f"{name} must be [{expected}] for this cache, its shape is {tuple(rows.shape)}")
+                raise ShapeError(f"{name}: expected [{expected}] for this cache, got shape {list(rows.shape)}")
             checked.append(rows if num_axes == 3 else rows[:, None])
         if len(checked[1]) != len(checked[0]):
-            raise ShapeError(f"{names[1]} has {len(checked[1])} rows, {names[0]} has {len(checked[0])}")
+            raise ShapeError(f"{names[1]}: expected {names[0]}'s {len(checked[0])} rows, got {len(checked[1])}")
         if checked[1].dtype != checked[0].dtype:
-            raise ContractTypeError(f"{names[1]}: dtype {checked[1].dtype}, {names[0]}'s is {checked[0].dtype}")
+            raise ContractTypeError(
+                f"{names[1]}: expected {names[0]}'s dtype {checked[0].dtype}, got {checked[1].dtype}"
+            )
         return checked[0], checked[1]
 
     def prepare(self, rows: tuple[Any, Any]) -> None:
@@ -157,7 +159,7 @@ def _slots_on(
     table = Table.csr(kv_indptr, kv_indices, kv_last_page_len, page_size, KV_NAMES, device)
     for indices, name in zip((batch, at), names, strict=True):
         if len(indices) != num_rows:
-            raise ShapeError(f"{name} has {len(indices)} entries, there are {num_rows} rows to append")
+            raise ShapeError(f"{name}: expected an entry for each of {num_rows} rows, got {len(indices)}")
     return Slots(*table.slots(batch, at, num_pages))
 
 
@@ -182,7 +184,7 @@ def slots_after_last(pages: Pages, page_table: Any, last_page_len: Any, num_rows
     device = devices.device_of(page_table=page_table, last_page_len=last_page_len)
     table = Table.dense(page_table, last_page_len, pages.page_size, device=device)
     if num_rows != table.batch_size:
-        raise ShapeError(f"k has {num_rows} rows, page_table has {table.batch_size} requests")
+        raise ShapeError(f"k: expected a row for each of {table.batch_size} requests, got {num_rows}")
     xp, lengths = namespace(table.lengths), table.lengths
     requests = xp.arange(table.batch_size, dtype=lengths.dtype, device=lengths.device)
     return Slots(*table.slots(requests, lengths, pages.num_pages))

@@ -125,10 +125,12 @@ class Attention:
         keys, values = token_views(device, kv, kv_layout, same_width=plan.value_dim == plan.head_dim)
         for name, view, head_dim in (("k", keys, plan.head_dim), ("v", values, plan.value_dim)):
             if tuple(view.shape[1:]) != (plan.num_kv_heads, head_dim):
-                raise ShapeError(f"{name}: heads {list(view.shape[1:])}, planned {[plan.num_kv_heads, head_dim]}")
+                raise ShapeError(
+                    f"{name}: expected the planned heads {[plan.num_kv_heads, head_dim]}, got {list(view.shape[1:])}"
+                )
         needed = table.highest_page + table.page_size if table.highest_page >= 0 else 0
         if len(keys) < needed:
-            raise ShapeError(f"k: {len(keys)} tokens, the requests have {needed} (kv_indptr)")
+            raise ShapeError(f"k: expected {needed} tokens (kv_indptr), got {len(keys)}")
         pages = Pages.of_tokens(keys, values, device, table.page_size)
         memory = [("k", keys), ("v", values)]
         return self.over(rows, q, pages, scales, results, sinks=sinks, buffers=buffers, memory=memory)
@@ -284,13 +286,13 @@ def checked_sinks(device: ArrayDevice, sinks: Any, heads: int, name: str) -> Any
     view = device.view(sinks, "sinks")
     check_dtype("sinks: dtype", device.dtype(view))
     if tuple(view.shape) != (heads,):
-        raise ShapeError(f"sinks: shape {list(view.shape)}, expected [{name}] = [{heads}]")
+        raise ShapeError(f"sinks: expected shape [{name}] = [{heads}], got {list(view.shape)}")
     values = device.contiguous(device.astype(view, np.float32))
     if device.readable:
         bad = np.isnan(values) | np.isposinf(values)
         if bad.any():
             head = int(bad.argmax())
-            raise ContractError(f"sinks: head {head} has {values[head]}, expected a finite logit or -inf")
+            raise ContractError(f"sinks: head {head}: expected a finite logit or -inf, got {values[head]}")
     return values
 
 

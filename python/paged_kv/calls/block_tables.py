@@ -39,7 +39,7 @@ def block_entries(block_tables: Any, batch: int, name: str = "block_tables") -> 
     devices.require_host(block_tables, name, WHY_HOST)
     entries = dense_entries(block_tables, name)
     if len(entries) != batch:
-        raise ShapeError(f"{name}: shape {list(entries.shape)}, expected a row for each of {batch} requests")
+        raise ShapeError(f"{name}: expected a row for each of {batch} requests, got shape {list(entries.shape)}")
     return entries
 
 
@@ -54,7 +54,7 @@ def one_table(block_tables: Any, lengths: Indices, pages: Pages) -> tuple[Indice
     devices.require_host(block_tables, "block_tables", WHY_HOST)
     both = as_numpy(block_tables, "block_tables")
     if both.ndim != 3 or both.shape[1] != 2:
-        raise ShapeError(f"block_tables: shape {list(both.shape)}, expected [B, 2, n]: the pages of K and of V")
+        raise ShapeError(f"block_tables: expected [B, 2, n], the pages of K and of V, got shape {list(both.shape)}")
     of_k, of_v = (block_entries(both[:, i], len(lengths)) for i in (0, 1))
     used = np.arange(of_k.shape[1]) < -(-lengths[:, None] // np.int32(pages.page_size))
     shifts = (of_v.astype(np.int64) - of_k)[used]
@@ -84,11 +84,13 @@ def checked_lengths(
     devices.require_host(seq_lens, name, WHY_HOST)
     lengths = as_indices(seq_lens, name)
     if batch is not None and len(lengths) != batch:
-        raise ShapeError(f"{name}: shape {list(lengths.shape)}, expected [B] = [{batch}]")
+        raise ShapeError(f"{name}: expected shape [B] = [{batch}], got {list(lengths.shape)}")
     if lengths.min(initial=0) < 0:
         b = int(lengths.argmin())
-        raise PageTableError(f"{name}: request {b} has {lengths[b]} tokens")
+        raise PageTableError(f"{name}: request {b}: expected at least 0 tokens, got {lengths[b]}")
     if lengths.max(initial=0) > max_seq_len:
         b = int(lengths.argmax())
-        raise ContractError(f"max_seq_len is {max_seq_len}, request {b} has {lengths[b]} tokens ({name})")
+        raise ContractError(
+            f"max_seq_len: expected at least {lengths[b]}, the tokens of request {b} ({name}), got {max_seq_len}"
+        )
     return lengths

@@ -95,7 +95,9 @@ class FixedBuffers(Generic[PlannedT, RequestsT]):
         by_name = dict(zip((buffer.name for buffer in self._buffers), arrays, strict=True))
         for buffer in self._buffers:
             if by_name[buffer.name] is None and not buffer.optional:
-                raise ContractError(f"{buffer.name} is needed where {lives} in buffers (use_cuda_graph=True)")
+                raise ContractError(
+                    f"{buffer.name}: expected an array where {lives} in buffers (use_cuda_graph=True), got None"
+                )
         self._arrays = by_name
         self._device = device_of(**by_name)
         self._views = {
@@ -158,7 +160,9 @@ class FixedBuffers(Generic[PlannedT, RequestsT]):
             if array is None:
                 continue
             if buffer.name not in self._views:
-                raise ContractError(f"{buffer.name} is needed for a mask where the requests live in buffers")
+                raise ContractError(
+                    f"{buffer.name}: expected an array for a mask where the requests live in buffers, got None"
+                )
             held, count = len(self._views[buffer.name]), len(array)
             if count > held or (count < held and buffer.extra is not None):
                 raise ShapeError(self._misfit(buffer, held, count))

@@ -36,18 +36,20 @@ def draft_counts(num_rows: int, q_len_per_req: Any, max_q_len: Any, cum_seq_lens
         offsets = as_indices(cum_seq_lens_q, "cum_seq_lens_q")
         check_offsets(offsets, "cum_seq_lens_q")
         if offsets[-1] != num_rows:
-            raise ShapeError(f"cum_seq_lens_q ends at {offsets[-1]}, query has {num_rows} rows")
+            raise ShapeError(f"cum_seq_lens_q: expected an end at query's {num_rows} rows, got {offsets[-1]}")
         counts = np.diff(offsets)
     else:
         if q_len_per_req is None:
-            raise ContractError("q_len_per_req is needed where cum_seq_lens_q is None")
+            raise ContractError("q_len_per_req: expected an integer where cum_seq_lens_q is None, got None")
         number = integer("q_len_per_req", q_len_per_req, 1, LARGEST_INDEX)
         if num_rows % number:
-            raise ShapeError(f"query: {num_rows} rows are no multiple of q_len_per_req, which is {number}")
+            raise ShapeError(f"query: expected a multiple of q_len_per_req = {number} rows, got {num_rows}")
         counts = np.full(num_rows // number, number, np.int32)
     most = int(counts.max(initial=0))
     if max_q_len is not None and integer("max_q_len", max_q_len, 0, LARGEST_INDEX) < most:
-        raise ContractError(f"max_q_len is {max_q_len}, request {int(counts.argmax())} has {most} rows")
+        raise ContractError(
+            f"max_q_len: expected at least {most}, the rows of request {int(counts.argmax())}, got {max_q_len}"
+        )
     return counts, len(counts)
 
 
@@ -88,11 +90,11 @@ def _mask_words(mask: Any, counts: Indices, num_rows: int) -> np.ndarray:
     devices.require_host(mask, "mask", "it is compared with the causal one")
     view = as_numpy(mask, "mask")
     if view.dtype != np.uint16:
-        raise ContractTypeError(f"mask: dtype {view.dtype}, expected uint16")
+        raise ContractTypeError(f"mask: expected dtype uint16, got {view.dtype}")
     words = 2 * -(-int(counts.max(initial=0)) // 32)
     even = len(counts) > 0 and bool((counts == counts[0]).all())
     shapes = [(num_rows, words), *([(len(counts), int(counts[0]), words)] if even else [])]
     if view.shape not in shapes:
         expected = " or ".join(str(list(shape)) for shape in shapes)
-        raise ShapeError(f"mask: shape {list(view.shape)}, expected {expected}: words of each row")
+        raise ShapeError(f"mask: expected shape {expected}, words of each row, got {list(view.shape)}")
     return view.reshape(num_rows, words).copy()

@@ -242,12 +242,14 @@ class LatentAttention:
             check_storage(device, view, name, 3)
             for what, size, planned in (("page_size", view.shape[1], plan.page_size), ("width", view.shape[2], width)):
                 if size != planned:
-                    raise ShapeError(f"{name}: its {what} is {size}, planned {planned}")
+                    raise ShapeError(f"{name}: expected the planned {what} {planned}, got {size}")
             dtype = device.dtype(view)
             if dtype != plan.kv_dtype:
-                raise ContractTypeError(f"{name}: dtype {dtype.name}, planned {plan.kv_dtype.name} (kv_data_type)")
+                raise ContractTypeError(
+                    f"{name}: expected the planned dtype {plan.kv_dtype.name} (kv_data_type), got {dtype.name}"
+                )
         if len(kpe) != len(ckv):
-            raise ShapeError(f"kpe_cache: {len(kpe)} pages, ckv_cache has {len(ckv)}")
+            raise ShapeError(f"kpe_cache: expected ckv_cache's {len(ckv)} pages, got {len(kpe)}")
 
 
 _INPUTS = ("q_nope", "q_pe", "ckv_cache", "kpe_cache")

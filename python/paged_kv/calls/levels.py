@@ -63,7 +63,7 @@ class Level:
         level = Level(as_indices(rows, names[0]), table, names[0])
         check_offsets(level.qo_indptr, names[0], table.batch_size)
         if level.num_rows > MAX_ROWS:
-            raise ContractError(f"{names[0]} ends at {level.num_rows} rows, over 2^25")
+            raise ContractError(f"{names[0]}: expected at most 2^25 rows, got {level.num_rows}")
         return level
 
     @staticmethod
@@ -100,7 +100,7 @@ class Levels:
         for above, level in zip(self.levels, self.levels[1:], strict=False):
             if level.num_rows != first.num_rows:
                 raise ShapeError(
-                    f"{level.name} ends at {level.num_rows} rows, {first.name} at {first.num_rows}: every level has all"
+                    f"{level.name}: expected an end at {first.name}'s {first.num_rows} rows, got {level.num_rows}"
                 )
             lost = ~np.isin(above.qo_indptr, level.qo_indptr)
             if lost.any():
@@ -142,7 +142,7 @@ class Levels:
             ShapeError: as said.
         """
         if self.num_rows != fixed:
-            raise ShapeError(f"{self.levels[0].name} ends at {self.num_rows} rows, the first plan has {fixed}")
+            raise ShapeError(f"{self.levels[0].name}: expected the first plan's {fixed} rows, got {self.num_rows}")
 
     def requests(self) -> LevelRows:
         """The rows of one call, level after level.
@@ -247,9 +247,9 @@ def level_arrays(num_levels: int, lists: Sequence[Any], names: Sequence[str]) ->
     """
     for name, entries in zip(names, lists, strict=True):
         if not isinstance(entries, list | tuple):
-            raise ContractTypeError(f"{name} must be a list of arrays, one a level, not {shown(entries)}")
+            raise ContractTypeError(f"{name}: expected a list of arrays, one a level, got {shown(entries)}")
         if len(entries) != num_levels:
-            raise ShapeError(f"{name} has {len(entries)} entries, expected one for each of {num_levels} levels")
+            raise ShapeError(f"{name}: expected an entry for each of {num_levels} levels, got {len(entries)}")
     return [
         ([entries[level] for entries in lists], [f"{name}[{level}]" for name in names]) for level in range(num_levels)
     ]

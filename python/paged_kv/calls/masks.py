@@ -81,7 +81,7 @@ def packed_mask(custom_mask: Any, packed_custom_mask: Any, q_lens: Indices, kv_l
         devices.require_host(packed_custom_mask, "packed_custom_mask", _WHY_HOST)
         packed = HOST.view(packed_custom_mask, "packed_custom_mask")
         if packed.dtype != np.uint8:
-            raise ContractTypeError(f"packed_custom_mask: dtype {packed.dtype}, expected uint8")
+            raise ContractTypeError(f"packed_custom_mask: expected dtype uint8, got {packed.dtype}")
         if packed.shape != (indptr[-1],):
             raise ShapeError(
                 f"packed_custom_mask: shape {list(packed.shape)}, expected [{indptr[-1]}]: the bytes of each request's"
@@ -97,7 +97,9 @@ def packed_mask(custom_mask: Any, packed_custom_mask: Any, q_lens: Indices, kv_l
         shapes.append((int(q_lens[0]), int(kv_lens[0])))
     if dense.shape not in shapes:
         expected = " or ".join(str(list(shape)) for shape in shapes)
-        raise ShapeError(f"custom_mask: shape {list(dense.shape)}, expected {expected}: q_len * kv_len of each request")
+        raise ShapeError(
+            f"custom_mask: expected shape {expected}, q_len * kv_len of each request, got {list(dense.shape)}"
+        )
     return PackedMask(pack_segments(dense.reshape(-1), offsets_of(sizes), "little"), indptr)
 
 
@@ -110,7 +112,7 @@ def bits_of(array: Any, name: str, *, only_bool: bool) -> npt.NDArray[np.bool_]:
     devices.require_host(array, name, _WHY_HOST)
     view = HOST.view(array, name)
     if only_bool and view.dtype != np.bool_:
-        raise ContractTypeError(f"{name}: dtype {view.dtype}, expected bool: whether a row sees a token")
+        raise ContractTypeError(f"{name}: expected dtype bool (whether a row sees a token), got {view.dtype}")
     return view if view.dtype == np.bool_ else view.astype(np.bool_)
 
 
@@ -125,7 +127,7 @@ def checked_bits(x: Any, bitorder: Any) -> tuple[npt.NDArray[np.bool_], BitOrder
     one_of("bitorder", bitorder, ("big", "little"))
     bits = bits_of(x, "x", only_bool=False)
     if bits.ndim != 1:
-        raise ShapeError(f"x: shape {list(bits.shape)}, expected one dimension")
+        raise ShapeError(f"x: expected one dimension, got shape {list(bits.shape)}")
     return bits, "big" if bitorder == "big" else "little"
 
 
@@ -140,7 +142,7 @@ def checked_segments(indptr: Any, num_bits: int) -> Indices:
     offsets = as_indices(indptr, "indptr")
     check_offsets(offsets, "indptr")
     if offsets[-1] != num_bits:
-        raise ShapeError(f"indptr ends at {offsets[-1]}, x has {num_bits} entries")
+        raise ShapeError(f"indptr: expected an end at x's {num_bits} entries, got {offsets[-1]}")
     return offsets
 
 

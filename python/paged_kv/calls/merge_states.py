@@ -55,12 +55,12 @@ def checked_state(device: ArrayDevice, v: Any, s: Any, names: tuple[str, str], r
     outputs, sums = device.view(v, names[0]), device.view(s, names[1])
     check_dtype(f"{names[0]}: dtype", device.dtype(outputs))
     if device.dtype(sums) != np.float32:
-        raise ContractTypeError(f"{names[1]}: dtype {device.dtype(sums).name}, expected float32")
+        raise ContractTypeError(f"{names[1]}: expected dtype float32, got {device.dtype(sums).name}")
     if outputs.ndim != rank:
         expected = "[S, H, D]" if rank == 3 else "[S, n, H, D]"
-        raise ShapeError(f"{names[0]}: shape {list(outputs.shape)}, expected {expected}")
+        raise ShapeError(f"{names[0]}: expected {expected}, got shape {list(outputs.shape)}")
     if outputs.shape[-1] > _MOST_HEAD_DIM:
-        raise ShapeError(f"{names[0]}: head_dim is {outputs.shape[-1]}, over {_MOST_HEAD_DIM}")
+        raise ShapeError(f"{names[0]}: expected a head_dim of at most {_MOST_HEAD_DIM}, got {outputs.shape[-1]}")
     if sums.shape != outputs.shape[:-1]:
         raise ShapeError(
             f"{names[1]}: shape {list(sums.shape)}, expected {list(outputs.shape[:-1])}, {names[0]}'s without the last"
@@ -77,7 +77,7 @@ def checked_mask(device: ArrayDevice, mask: Any, num_rows: int) -> Any:
     rows = device.view(mask, "mask")
     dtype = device.dtype(rows)
     if dtype != np.bool_:
-        raise ContractTypeError(f"mask: dtype {dtype.name}, expected bool")
+        raise ContractTypeError(f"mask: expected dtype bool, got {dtype.name}")
     if tuple(rows.shape) != (num_rows,):
-        raise ShapeError(f"mask: shape {list(rows.shape)}, expected {[num_rows]}, one entry a row of v")
+        raise ShapeError(f"mask: expected shape {[num_rows]}, one entry a row of v, got {list(rows.shape)}")
     return rows

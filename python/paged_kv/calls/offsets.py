@@ -32,9 +32,9 @@ def check_offsets(offsets: Indices, name: str, batch_size: int | None = None) ->
     """
     if not len(offsets) or (batch_size is not None and len(offsets) != batch_size + 1):
         expected = "B + 1" if batch_size is None else f"B + 1 = {batch_size + 1}"
-        raise ShapeError(f"{name} must have {expected} entries, it has {len(offsets)}")
+        raise ShapeError(f"{name}: expected {expected} entries, got {len(offsets)}")
     if offsets[0] != 0:
-        raise PageTableError(f"{name}[0] must be 0, not {offsets[0]}")
+        raise PageTableError(f"{name}[0]: expected 0, got {offsets[0]}")
     decreases = offsets[1:] < offsets[:-1]  # a difference could overflow
     if decreases.any():
         b = int(decreases.argmax())
@@ -48,10 +48,8 @@ def check_count(offsets: Any, per_request: Any, names: tuple[str, str]) -> None:
         ShapeError: as said.
     """
     if len(offsets) != len(per_request) + 1:
-        raise ShapeError(
-            f"{names[0]} must have B + 1 = {len(per_request) + 1} entries, as {names[1]} has {len(per_request)};"
-            f" it has {len(offsets)}"
-        )
+        expected = f"B + 1 = {len(per_request) + 1} entries, as {names[1]} has {len(per_request)}"
+        raise ShapeError(f"{names[0]}: expected {expected}, got {len(offsets)}")
 
 
 def last_tokens(offsets: Any, lengths: Any, num_rows: int) -> tuple[Any, Any]:

@@ -86,7 +86,7 @@ class AttentionPlan:
                 object.__setattr__(self, name, integer(called, getattr(self, name), 1, most))
         if self.num_qo_heads % self.num_kv_heads:
             raise ShapeError(
-                f"num_qo_heads: {self.num_qo_heads} is no multiple of num_kv_heads, which is {self.num_kv_heads}"
+                f"num_qo_heads: expected a multiple of num_kv_heads = {self.num_kv_heads}, got {self.num_qo_heads}"
             )
         check_head_dim(self.head_dim_name, self.head_dim)
         check_head_dim("head_dim_vo", self.value_dim)
@@ -106,9 +106,8 @@ class AttentionPlan:
                 raise ContractTypeError(f"{what} is paged; these K and V are not")
             stored_head(self.kv_dtype.name, self.head_dim)
             if self.value_dim != self.head_dim:
-                raise ShapeError(
-                    f"{what} has V as wide as K: head_dim_vo must be {self.head_dim}, not {self.value_dim}"
-                )
+                codes = f"{self.kv_dtype.name} codes"
+                raise ShapeError(f"head_dim_vo: expected {self.head_dim}, as K has, for {codes}, got {self.value_dim}")
 
     def __str__(self) -> str:
         heads = f"{self.num_qo_heads} query and {self.num_kv_heads} KV heads of {self.head_dim}"
@@ -166,13 +165,14 @@ class AttentionPlan:
                 for what, size, planned in zip(_PAGE, view.shape[1:], page, strict=True):
                     if size != planned:
                         if self.has_codes and what == "head_dim":
-                            codes = f"{planned} ({self.kv_dtype.name} codes of head_dim {head_dim} and a scale)"
-                            raise ShapeError(f"{pages.name}: heads of {name} have {size} bytes, planned {codes}")
-                        raise ShapeError(f"{pages.name}: {what} of {name} is {size}, planned {planned}")
+                            codes = f"{planned} bytes ({self.kv_dtype.name} codes of head_dim {head_dim} and a scale)"
+                            raise ShapeError(f"{pages.name}: expected heads of {name} of {codes}, got {size}")
+                        raise ShapeError(f"{pages.name}: expected the planned {what} {planned} of {name}, got {size}")
             dtype = pages.device.dtype(view)
             if dtype != self.array_dtype:
+                planned = f"{self.kv_dtype.name} (kv_data_type)"
                 raise ContractTypeError(
-                    f"{pages.name}: dtype {dtype.name} of {name}, planned {self.kv_dtype.name} (kv_data_type)"
+                    f"{pages.name}: expected the planned dtype {planned} of {name}, got {dtype.name}"
                 )
 
 
@@ -216,10 +216,10 @@ def check_array(
     """
     array_dtype = device.dtype(view)
     if array_dtype != dtype:
-        raise ContractTypeError(f"{name}: dtype {array_dtype.name}, planned {dtype.name}")
+        raise ContractTypeError(f"{name}: expected the planned dtype {dtype.name}, got {array_dtype.name}")
     if tuple(view.shape) != tuple(shape):
         letters = (rows, "num_qo_heads", "head_dim")[: len(shape)]
-        raise ShapeError(f"{name}: shape {list(view.shape)}, planned [{', '.join(letters)}] = {list(shape)}")
+        raise ShapeError(f"{name}: expected the planned [{', '.join(letters)}] = {list(shape)}, got {list(view.shape)}")
 
 
 class PlanDTypes(TypedDict):

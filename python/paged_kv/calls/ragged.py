@@ -50,7 +50,7 @@ class RaggedBatch:
         """
         check_offsets(self.qo_indptr, self.name, self.table.batch_size)
         if self.num_rows > MAX_ROWS:
-            raise ContractError(f"{self.name} ends at {self.num_rows} rows, over {MAX_ROWS}")
+            raise ContractError(f"{self.name}: expected at most {MAX_ROWS} rows, got {self.num_rows}")
 
     @property
     def num_rows(self) -> int:
@@ -110,7 +110,7 @@ class RaggedBatch:
             ContractError: as said.
         """
         if self.num_rows > fixed:
-            raise ContractError(f"qo_indptr ends at {self.num_rows} rows, the first plan fixed them at {fixed}")
+            raise ContractError(f"qo_indptr: expected at most the first plan's {fixed} rows, got {self.num_rows}")
 
     def requests(self) -> Self:
         """The same in memory of its own."""
@@ -140,8 +140,8 @@ def check_equals(name: str, array: Any, expected: np.ndarray, what: str) -> None
     devices.require_host(array, name, WHY_HOST)
     values = as_indices(as_numpy(array, name).reshape(-1), name)
     if len(values) != len(expected):
-        raise ShapeError(f"{name} has {len(values)} entries, expected {len(expected)}")
+        raise ShapeError(f"{name}: expected {len(expected)} entries, got {len(values)}")
     differs = values != expected
     if differs.any():
         b = int(differs.argmax())
-        raise PageTableError(f"{name}[{b}] is {values[b]}, {what} says {expected[b]}")
+        raise PageTableError(f"{name}[{b}]: expected {expected[b]} as in {what}, got {values[b]}")

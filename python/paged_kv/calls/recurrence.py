@@ -155,7 +155,7 @@ def checked(name: str, array: Any, shape: Sequence[int | None], legal: Sequence[
     check_dtype(f"{name}: dtype", HOST.dtype(view), legal)
     if view.ndim != len(shape) or any(size not in (None, got) for size, got in zip(shape, view.shape, strict=True)):
         expected = ["any" if size is None else size for size in shape]
-        raise ShapeError(f"{name}: shape {list(view.shape)}, expected {expected}")
+        raise ShapeError(f"{name}: expected shape {expected}, got {list(view.shape)}")
     return view
 
 

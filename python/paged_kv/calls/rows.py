@@ -184,9 +184,7 @@ class DecodeBatch:
             ShapeError: as said.
         """
         if self.q_len_per_req != fixed:
-            raise ShapeError(
-                f"q_len_per_req: {self.q_len_per_req}, the first plan has frozen it at {fixed}, with the batch"
-            )
+            raise ShapeError(f"q_len_per_req: expected the first plan's {fixed}, got {self.q_len_per_req}")
 
     def requests(self) -> Rows:
         """One row a request, which `Rows.repeated` makes several."""

@@ -64,7 +64,7 @@ def one_scale(value: Any, name: str, num_heads: int, factor: Any = None, factor_
     if _is_array(scale):
         view = as_numpy(scale, name)
         if view.shape != (num_heads,) or not is_float(view.dtype) or (view != view[:1]).any():
-            raise ContractError(f"{name} must be one number for all heads, not an array of shape {list(view.shape)}")
+            raise ContractError(f"{name}: expected one number for all heads, got an array of shape {list(view.shape)}")
         scale = float(view[0])
     other = one_number(factor, factor_name)
     for number, what in ((scale, name), (other, factor_name)):

@@ -140,7 +140,9 @@ class Table:
         check_offsets(offsets, names[0], len(tokens))
         total = int(offsets[-1])
         if total > len(entries):
-            raise ShapeError(f"{names[1]} has {len(entries)} entries, {names[0]} ends at {total}")
+            raise ShapeError(
+                f"{names[1]}: expected at least {total} entries, the end of {names[0]}, got {len(entries)}"
+            )
         owned, needed = np.diff(offsets), _pages_of(tokens, size)
         wrong = (tokens < 0) | (needed > owned)
         if wrong.any():
@@ -213,7 +215,7 @@ class Table:
         last = as_indices(last_page_len, names[2])
         size = integer("page_size", page_size, 1, LARGEST_INDEX)
         if len(last) != len(entries):
-            raise ShapeError(f"{names[2]} must have B = {len(entries)} entries, it has {len(last)}")
+            raise ShapeError(f"{names[2]}: expected B = {len(entries)} entries, got {len(last)}")
         _check_last_pages(num_pages, last, size, names, np.int32(0))
         highest = _highest(entries[used])
         return Table(entries.copy(), num_pages, _lengths(num_pages, last, size), size, highest, names)
@@ -340,7 +342,9 @@ class Table:
             differs = lengths != self.lengths
             if differs.any():
                 b = int(differs.argmax())
-                raise PageTableError(f"seq_lens: request {b} has {lengths[b]} tokens, {self.lengths[b]} by its pages")
+                raise PageTableError(
+                    f"seq_lens: request {b}: expected {self.lengths[b]} tokens by its pages, got {lengths[b]}"
+                )
         if block_tables is not None:
             entries, counts = block_entries(block_tables, self.batch_size), self.num_pages
             if entries.shape[1] < counts.max(initial=0):
@@ -388,7 +392,7 @@ class Table:
         """
         check_offsets(offsets, names[0], self.batch_size)
         if offsets[-1] != num_rows:
-            raise ShapeError(f"append_key has {num_rows} rows, {names[0]} ends at {offsets[-1]}")
+            raise ShapeError(f"{names[0]}: expected an end at append_key's {num_rows} rows, got {offsets[-1]}")
         return checked_last_tokens(offsets, self.lengths, num_rows, names)
 
     def _places(self, batch: Any, positions: Any) -> tuple[Any, Any]:
@@ -414,7 +418,7 @@ class Table:
         if wrong.any():
             row = int(wrong.argmax())
             raise PageTableError(
-                f"batch_indices: row {row} names request {batch_indices[row]}, the page table has {self.batch_size}"
+                f"batch_indices: row {row}: expected -1 to {self.batch_size - 1}, got {batch_indices[row]}"
             )
         busy = np.flatnonzero(batch_indices >= 0)
         num_pages, column = self.num_pages[batch_indices[busy]], positions[busy] // np.int32(self.page_size)
@@ -458,7 +462,7 @@ class DeviceTable(Table):
         size = integer("page_size", page_size, 1, LARGEST_INDEX)
         entries, last = device.indices(page_table, names[1], 2), device.indices(last_page_len, names[2])
         if len(last) != len(entries):
-            raise ShapeError(f"{names[2]} has {len(last)} entries, {names[1]} has {len(entries)} rows")
+            raise ShapeError(f"{names[2]}: expected B = {len(entries)} entries, got {len(last)}")
         xp = namespace(entries)
         starts = xp.arange(len(entries), dtype=xp.int64, device=entries.device) * entries.shape[1]
         num_pages = (entries != -1).cumprod(1).sum(1)
@@ -510,10 +514,8 @@ def _counts(offsets: Indices, last_page_len: Indices, names: Names) -> Indices:
     check_offsets(offsets, names[0])
     num_pages = np.diff(offsets)
     if len(last_page_len) != len(num_pages):
-        raise ShapeError(
-            f"{names[2]} must have B = {len(num_pages)} entries, as {names[0]} has {len(offsets)};"
-            f" it has {len(last_page_len)}"
-        )
+        expected = f"B = {len(num_pages)} entries, as {names[0]} has {len(offsets)}"
+        raise ShapeError(f"{names[2]}: expected {expected}, got {len(last_page_len)}")
     return num_pages
 
 
@@ -543,7 +545,7 @@ def _check_last_pages(num_pages: Indices, last: Indices, size: int, names: Names
     if wrong.any():
         b = int(wrong.argmax())
         low = np.broadcast_to(least, last.shape)[b]
-        raise PageTableError(f"{names[2]}: request {b} has {last[b]}, outside [{low}, page_size = {size}]")
+        raise PageTableError(f"{names[2]}: request {b}: expected {low} to page_size = {size}, got {last[b]}")
     _check_longest(num_pages, size, names)
 
 

@@ -127,7 +127,7 @@ class BatchAttention(PrefillWrapper):
         planned = attention.plan.options
         options = replace(planned, logits_soft_cap=0.0 if logits_soft_cap is None else logits_soft_cap)
         if options.logits_soft_cap and not planned.logits_soft_cap:
-            raise ContractError(f"logits_soft_cap is {logits_soft_cap}, none was planned")
+            raise ContractError(f"logits_soft_cap: expected 0, as none was planned, got {logits_soft_cap}")
         if options.logits_soft_cap and options != planned:
             attention = Attention(replace(attention.plan, options=options))
         rows, scales, results = requests.rows, (None, k_scale, v_scale), Results(True, out, lse)

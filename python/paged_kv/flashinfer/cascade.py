@@ -227,12 +227,14 @@ def _level_buffers(num_levels: int, lists: Sequence[Any]) -> FixedBuffers[Levels
     """
     for name, entries in zip(_BUFFER_LISTS, lists, strict=True):
         if entries is None:
-            raise ContractError(f"{name} is needed where the levels live in buffers (use_cuda_graph=True)")
+            raise ContractError(
+                f"{name}: expected a list of arrays where the levels live in buffers (use_cuda_graph=True), got None"
+            )
     by_level = level_arrays(num_levels, lists, _BUFFER_LISTS)
     for arrays, names in by_level:
         for array, name in zip(arrays, names, strict=True):
             if array is None:
-                raise ContractError(f"{name} is None, and an array is needed")
+                raise ContractError(f"{name}: expected an array, got None")
     groups = [[Buffer(name, extra=extra) for name, extra in zip(names, _EXTRA, strict=True)] for _, names in by_level]
     return FixedBuffers(groups, [array for arrays, _ in by_level for array in arrays], "the levels live")
 
@@ -276,10 +278,12 @@ class _PrefixAttention:
         """Refuses a prefix of other sizes or another dtype than planned."""
         plan = self.plan
         if prefix.dtype != plan.kv_dtype:
-            raise ContractTypeError(f"k_shared: dtype {prefix.dtype.name}, planned {plan.kv_dtype.name}")
+            raise ContractTypeError(
+                f"k_shared: expected the planned dtype {plan.kv_dtype.name}, got {prefix.dtype.name}"
+            )
         for what, size, planned in zip(_HEADS, prefix.k.shape[2:], (plan.num_kv_heads, plan.head_dim), strict=True):
             if size != planned:
-                raise ShapeError(f"k_shared: {what} is {size}, planned {planned}")
+                raise ShapeError(f"k_shared: expected the planned {what} {planned}, got {size}")
 
 
 def _of_prefix(length: int, own: LevelRows) -> LevelRows:

@@ -538,13 +538,13 @@ def single_decode_with_kv_cache(
     device = devices.device_of(q=q, k=k, v=v)
     query = device.view(q, "q")
     if query.ndim != 2:
-        raise ShapeError(f"q: shape {list(query.shape)}, expected [num_qo_heads, head_dim]")
+        raise ShapeError(f"q: expected [num_qo_heads, head_dim], got shape {list(query.shape)}")
     keys, values = token_views(device, (k, v), kv_layout)
     length, kv_heads, head_dim = keys.shape
     if query.shape[0] % max(kv_heads, 1):
-        raise ShapeError(f"q: its {query.shape[0]} heads are no multiple of k's {kv_heads}")
+        raise ShapeError(f"q: expected a multiple of k's {kv_heads} heads, got {query.shape[0]}")
     if head_dim != query.shape[1]:
-        raise ShapeError(f"k: head_dim is {head_dim}, q's is {query.shape[1]}")
+        raise ShapeError(f"k: expected q's head_dim {query.shape[1]}, got {head_dim}")
     attention = Attention(
         AttentionPlan(
             num_qo_heads=query.shape[0],

@@ -196,7 +196,7 @@ class BatchMLAPagedAttentionWrapper:
             one_of(name, value, legal)
         refuse_unsupported(output_scale=output_scale, use_profiler=use_profiler, skip_softmax=skip_softmax)
         if sm_scale is None or causal is None:
-            raise ContractError(f"{'sm_scale' if sm_scale is None else 'causal'} is needed")
+            raise ContractError(f"{'sm_scale' if sm_scale is None else 'causal'}: expected a value, got None")
         q_dtype = dtype_of(q_data_type, "q_data_type")
         plan = LatentPlan(
             num_heads=cast(int, num_heads),
@@ -285,13 +285,15 @@ class BatchMLAPagedAttentionWrapper:
             attention, rows = unplanned(q_nope, q_pe, ckv_cache, kv_len, page_table)
         else:
             if kv_len is not None or page_table is not None:
-                raise ContractError("kv_len, page_table: what plan was given counts; they belong to backend 'cutlass'")
+                raise ContractError(
+                    "kv_len, page_table: expected None without backend 'cutlass', as plan has the requests"
+                )
             attention, requests = self._last_plan.of_call("run")
             rows = requests.rows
         plan = attention.plan
         if query is not None or kv_cache is not None:
             if any(array is not None for array in (q_nope, q_pe, ckv_cache, kpe_cache)):
-                raise ContractError("query, kv_cache: q_nope, q_pe, ckv_cache and kpe_cache are given already")
+                raise ContractError("query, kv_cache: expected None with q_nope, q_pe, ckv_cache and kpe_cache")
             q_nope, q_pe = parts(query, "query", 3, plan)
             ckv_cache, kpe_cache = parts(kv_cache, "kv_cache", 3, plan)
         base = "ln" if flag("return_lse_base_on_e", return_lse_base_on_e) else "log2"
@@ -321,17 +323,17 @@ def index_arrays(flat: MLAPlanMetadata, metadata: Any, page_size: int) -> tuple[
     """
     if metadata is not None:
         if not isinstance(metadata, MLAPlanMetadata):
-            raise ContractTypeError(f"metadata must be a MLAPlanMetadata, not {type(metadata).__name__}")
+            raise ContractTypeError(f"metadata: expected an MLAPlanMetadata, got {type(metadata).__name__}")
         if any(getattr(flat, name) is not None for name in (*_CSR, *_DENSE)):
-            raise ContractError("metadata: index arrays are given beside it")
+            raise ContractError("metadata: expected None with index arrays")
     source = flat if metadata is None else metadata
     tables = [any(getattr(source, name) is not None for name in names) for names in (_CSR, _DENSE)]
     if tables == [True, True] and metadata is None:
-        raise ContractError("block_tables: qo_indptr, kv_indptr, kv_indices and kv_len_arr say the requests already")
+        raise ContractError("block_tables: expected None with qo_indptr, kv_indptr, kv_indices and kv_len_arr")
     for names in [names for names, is_set in zip((_CSR, _DENSE), tables, strict=True) if is_set or not any(tables)]:
         for name in names:
             if getattr(source, name) is None:
-                raise ContractError(f"{name} is needed")
+                raise ContractError(f"{name}: expected an array, got None")
     csr = tuple(getattr(source, name) for name in _CSR)
     if not tables[1]:
         return csr
@@ -344,7 +346,7 @@ def index_arrays(flat: MLAPlanMetadata, metadata: Any, page_size: int) -> tuple[
             (one.table.used, other.table.used),
         )
         if not all(np.array_equal(a, b) for a, b in same):
-            raise PageTableError("block_tables: the dense table says other requests than kv_indptr and kv_indices")
+            raise PageTableError("block_tables: expected the requests of kv_indptr and kv_indices, got others")
     return dense
 
 
@@ -365,28 +367,28 @@ def parts(array: Any, name: str, ndim: int, plan: LatentPlan) -> tuple[Any, Any]
     """Both parts of the queries, or of the cache, out of one array of the user's, in its kind."""
     if isinstance(array, tuple | list):
         if len(array) != 2:
-            raise ShapeError(f"{name}: a tuple must hold both parts, not {len(array)} arrays")
+            raise ShapeError(f"{name}: expected a tuple of both parts, got {len(array)} arrays")
         return array[0], array[1]
     shape = getattr(array, "shape", None)
     if shape is None:
-        raise ContractTypeError(f"{name} must be an array, not {type(array).__name__}")
+        raise ContractTypeError(f"{name}: expected an array, got {type(array).__name__}")
     if name == "kv_cache" and len(shape) == 4 and shape[1] == 1:
         array, shape = array[:, 0], (shape[0], *shape[2:])
     width = plan.head_dim_ckv + plan.head_dim_kpe
     if len(shape) != ndim or shape[-1] != width:
-        raise ShapeError(f"{name}: shape {list(shape)}, expected {ndim} dimensions, the last one {width}")
+        raise ShapeError(f"{name}: expected {ndim} dimensions, the last one {width}, got shape {list(shape)}")
     return array[..., : plan.head_dim_ckv], array[..., plan.head_dim_ckv :]
 
 
 def unplanned(q_nope: Any, q_pe: Any, ckv_cache: Any, kv_len: Any, page_table: Any) -> tuple[LatentAttention, Rows]:
     """The attention and rows of a call that gives everything at once."""
     if kv_len is None or page_table is None:
-        raise ContractError("kv_len and page_table are needed with backend 'cutlass'")
+        raise ContractError("kv_len, page_table: expected arrays with backend 'cutlass', got None")
     device = devices.device_of(q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv_cache)
     views = [device.view(array, name) for array, name in ((q_nope, "q_nope"), (q_pe, "q_pe"), (ckv_cache, "ckv_cache"))]
     for view, name in zip(views, ("q_nope", "q_pe", "ckv_cache"), strict=True):
         if view.ndim != 3:
-            raise ShapeError(f"{name}: shape {list(view.shape)}, expected 3 dimensions")
+            raise ShapeError(f"{name}: expected 3 dimensions, got shape {list(view.shape)}")
     queries, rotary, cache = views
     plan = LatentPlan(
         num_heads=queries.shape[1],

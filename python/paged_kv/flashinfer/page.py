@@ -318,7 +318,7 @@ def _append_one_each(
     """One row a request, to the slot after its last token."""
     size = integer("page_size", page_size, 1, LARGEST_INDEX)
     if size != cache.pages.page_size:
-        raise ShapeError(f"page_size is {size}, {cache.pages.name} has pages of {cache.pages.page_size}")
+        raise ShapeError(f"page_size: expected {cache.pages.name}'s {cache.pages.page_size}, got {size}")
     rows = cache.rows(k, v, ("k", "v"), num_axes)
     cache.write(rows, slots_after_last(cache.pages, page_table, last_page_len, len(rows[0])))
 
@@ -330,7 +330,7 @@ def _positions_of_rows(append_indptr: Any, seq_lens: Any, nnz: int) -> tuple[Any
     if device.readable:
         check_offsets(offsets, names[0], len(lengths))
         if nnz < offsets[-1]:
-            raise PageTableError(f"append_indptr ends at {offsets[-1]}, past nnz = {nnz}")
+            raise PageTableError(f"append_indptr: expected an end of at most nnz = {nnz}, got {offsets[-1]}")
         batch, positions = checked_last_tokens(offsets, lengths, nnz, names)
     else:
         check_count(offsets, lengths, names)
@@ -345,7 +345,7 @@ def _positions_dense(page_table: Any, last_page_len: Any, page_size: int) -> tup
     lengths = Table.dense(page_table, last_page_len, page_size).lengths
     offsets = offsets_of(lengths)
     if offsets[-1] > MAX_ROWS:
-        raise PageTableError(f"page_table holds {offsets[-1]} tokens, over {MAX_ROWS}")
+        raise PageTableError(f"page_table: expected at most {MAX_ROWS} tokens, got {offsets[-1]}")
     batch, positions = last_tokens(offsets.astype(np.int32), lengths, int(offsets[-1]))
     return like_index(device, page_table, batch), like_index(device, page_table, positions)
 

@@ -116,7 +116,7 @@ class PrefillWrapper(PlannedWrapper[Attention, RaggedBatch, RaggedBatch]):
         else:
             refuse_unsupported(args=args)
         if sinks is not None and positional is not None:
-            raise ContractTypeError("sinks are given twice: by position, and by name")
+            raise ContractTypeError("sinks: expected once, got them by position and by name")
         attention, requests = self._last_plan.of_call("run")
         if sm_scale is not None:
             sm_scale = one_number(sm_scale, "sm_scale")
@@ -697,15 +697,15 @@ def single_prefill_with_kv_cache(
     device = devices.device_of(q=q, k=k, v=v)
     query = device.view(q, "q")
     if query.ndim != 3:
-        raise ShapeError(f"q: shape {list(query.shape)}, expected [qo_len, num_qo_heads, head_dim]")
+        raise ShapeError(f"q: expected [qo_len, num_qo_heads, head_dim], got shape {list(query.shape)}")
     keys, values = token_views(device, (k, v), kv_layout, same_width=False)
     if query.shape[1] % max(keys.shape[1], 1):
-        raise ShapeError(f"q: its {query.shape[1]} heads are no multiple of k's {keys.shape[1]}")
+        raise ShapeError(f"q: expected a multiple of k's {keys.shape[1]} heads, got {query.shape[1]}")
     if keys.shape[2] != query.shape[2]:
-        raise ShapeError(f"k: head_dim is {keys.shape[2]}, q's is {query.shape[2]}")
+        raise ShapeError(f"k: expected q's head_dim {query.shape[2]}, got {keys.shape[2]}")
     for name, view, most in (("q", query, MAX_ROWS), ("k", keys, LARGEST_INDEX)):
         if len(view) > most:
-            raise ShapeError(f"{name}: its {len(view)} tokens are over {most}")
+            raise ShapeError(f"{name}: expected at most {most} tokens, got {len(view)}")
     plan = AttentionPlan(
         num_qo_heads=query.shape[1],
         num_kv_heads=keys.shape[1],
