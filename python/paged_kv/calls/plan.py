@@ -170,9 +170,9 @@ class AttentionPlan:
                         raise ShapeError(f"{pages.name}: expected the planned {what} {planned} of {name}, got {size}")
             dtype = pages.device.dtype(view)
             if dtype != self.array_dtype:
-                planned = f"{self.kv_dtype.name} (kv_data_type)"
+                expected = f"{self.kv_dtype.name} (kv_data_type)"
                 raise ContractTypeError(
-                    f"{pages.name}: expected the planned dtype {planned} of {name}, got {dtype.name}"
+                    f"{pages.name}: expected the planned dtype {expected} of {name}, got {dtype.name}"
                 )
 
 
