@@ -302,7 +302,7 @@ def with_cache_rotation(config: DecoderConfig, rotation: CacheRotation | None) -
     if rotation is None:
         return config
     if rotation not in CACHE_ROTATIONS:
-        raise ContractError(f"cache_rotation must be {' or '.join(CACHE_ROTATIONS)}, not {shown(rotation)}")
+        raise ContractError(f"cache_rotation: expected {' or '.join(CACHE_ROTATIONS)}, got {shown(rotation)}")
     if config.latent is not None:
         raise ContractError(f"cache_rotation: {rotation} is of keys, and this model's cache holds latents")
     for _, head_dim in (config.cache_heads(windows=windows) for windows in (False, True)):

@@ -59,11 +59,11 @@ def integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> 
     except Exception:  # an `__index__` may raise anything
         number = None
     if number is None:
-        raise ContractTypeError(f"{name} must be an integer, not {shown(value)} of type {type(value).__name__}")
+        raise ContractTypeError(f"{name}: expected an integer, got {shown(value)} of type {type(value).__name__}")
     if number < minimum:
-        raise ContractError(f"{name} must be at least {minimum}, not {shown(number)}")
+        raise ContractError(f"{name}: expected at least {minimum}, got {shown(number)}")
     if maximum is not None and number > maximum:
-        raise ContractError(f"{name} must be at most {maximum}, not {shown(number)}")
+        raise ContractError(f"{name}: expected at most {maximum}, got {shown(number)}")
     return number
 
 
@@ -78,7 +78,7 @@ def flag(name: str, value: Any) -> bool:
     try:
         return bool(value)
     except Exception as error:  # a `__bool__` may raise anything
-        raise ContractTypeError(f"{name} must be true or false, not {shown(value)}") from error
+        raise ContractTypeError(f"{name}: expected true or false, got {shown(value)}") from error
 
 
 def one_of(name: str, value: Any, legal: Sequence[Any]) -> None:

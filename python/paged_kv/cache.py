@@ -214,7 +214,7 @@ def append_kv(
         raise ShapeError(f"keys_new shape {tuple(keys.shape)} != values_new shape {tuple(values.shape)}")
     if keys.ndim != 3 or tuple(keys.shape[1:]) != (cache.num_kv_heads, cache.head_dim):
         shape = tuple(keys.shape)
-        raise ShapeError(f"keys_new must be [T, {cache.num_kv_heads}, {cache.head_dim}], its shape is {shape}")
+        raise ShapeError(f"keys_new: expected [T, {cache.num_kv_heads}, {cache.head_dim}], got shape {shape}")
     target = pools.dtype if cache.kv_format is None else np.dtype(np.float32)
     rows = [_converted(device, view, target, n) for view, n in ((keys, "keys_new"), (values, "values_new"))]
     start, count, size = int(lengths[sequence]), len(keys), cache.block_size
@@ -284,7 +284,7 @@ def _checked_table(cache: PagedKVCache, sequence_idx: int) -> tuple[Indices, Ind
 def _pools(cache: PagedKVCache, **rows: Any) -> Pages:
     """Both pools, which must be of one shape and dtype, on the device of `rows` too."""
     if not isinstance(cache, PagedKVCache):
-        raise ContractTypeError(f"cache must be a PagedKVCache, not {shown(cache)}")
+        raise ContractTypeError(f"cache: expected a PagedKVCache, got {shown(cache)}")
     device = devices.device_of(key_pool=cache.key_pool, value_pool=cache.value_pool, **rows)
     keys, values = device.view(cache.key_pool, "key_pool"), device.view(cache.value_pool, "value_pool")
     check_storage(device, keys, "key_pool", 4)

@@ -53,7 +53,7 @@ def check_head_dim(name: str, value: int) -> None:
         ShapeError: it is not a multiple of 8 from 8 to 512.
     """
     if not is_head_dim(value):
-        raise ShapeError(f"{name} must be a {HEAD_DIMS}, not {value}")
+        raise ShapeError(f"{name}: expected a {HEAD_DIMS}, got {value}")
 
 
 def check_kv_format(value: Any) -> None:
@@ -85,7 +85,7 @@ def stored_head(dtype: str, head_dim: int) -> int:
     if codes is None:
         return head_dim
     if head_dim % HEAD_DIM_MULTIPLE or head_dim < codes.least_head:
-        raise ShapeError(f"head_dim must be a {_multiple_of(codes)} for {dtype} codes, not {head_dim}")
+        raise ShapeError(f"head_dim: expected a {_multiple_of(codes)} for {dtype} codes, got {head_dim}")
     return head_dim // codes.per_number + _scale_numbers(codes)
 
 
@@ -195,22 +195,22 @@ class AttentionOptions:
             else:
                 check_number(field.name, value)
         if isinstance(self.window_left, float | np.floating):
-            raise ContractTypeError(f"window_left must be an integer, not {self.window_left}")
+            raise ContractTypeError(f"window_left: expected an integer, got {self.window_left}")
         if not -1 <= self.window_left < 2**31:
             raise ContractError(
-                f"window_left must be at least -1 (-1 = off) and below 2^31, not {shown(self.window_left)}"
+                f"window_left: expected at least -1 (-1 = off) and below 2^31, got {shown(self.window_left)}"
             )
         if self.logits_soft_cap < 0:
-            raise ContractError(f"logits_soft_cap must be at least 0 (0 = off), not {self.logits_soft_cap}")
+            raise ContractError(f"logits_soft_cap: expected at least 0 (0 = off), got {self.logits_soft_cap}")
         for name in ("rope_theta", "rope_scale"):
             value = getattr(self, name)
             if value is not None and value <= 0:
-                raise ContractError(f"{name} must be positive, not {value}")
+                raise ContractError(f"{name}: expected a positive number, got {value}")
         frequency = max(1.0, 1.0 / float(self.rope_theta or 1.0)) / float(self.rope_scale)
         if frequency > MAX_FREQUENCY:
             raise ContractError(
                 f"rope_theta {self.rope_theta} and rope_scale {self.rope_scale} rotate by {frequency:g} radians a"
-                f" token: max(1, 1 / rope_theta) / rope_scale must be at most {MAX_FREQUENCY:g}"
+                f" token: max(1, 1 / rope_theta) / rope_scale: expected at most {MAX_FREQUENCY:g}"
             )
 
     def numbers(self, head_dim: int) -> npt.NDArray[np.float32]:
@@ -225,7 +225,7 @@ class AttentionOptions:
         scale = sm_scale * q_scale * k_scale
         if not (LEAST_NORMAL <= abs(scale) <= LARGEST or 0 in (sm_scale, q_scale, k_scale)):
             raise ContractError(
-                f"sm_scale * q_scale * k_scale must be 0 or from {LEAST_NORMAL:.2g} to {LARGEST:.2g} in magnitude"
+                f"sm_scale * q_scale * k_scale: expected 0 or from {LEAST_NORMAL:.2g} to {LARGEST:.2g} in magnitude"
                 f" (float32), not {sm_scale:g} * {q_scale:g} * {k_scale:g}"
             )
         numbers = SOFTMAX_OPTIONS.flat(
@@ -259,7 +259,7 @@ class LatentOptions:
             check_number(field.name, getattr(self, field.name))
         for name in ("ckv_scale", "kpe_scale"):
             if getattr(self, name) <= 0:
-                raise ContractError(f"{name} must be positive, not {getattr(self, name)}")
+                raise ContractError(f"{name}: expected a positive number, got {getattr(self, name)}")
 
     def numbers(self) -> npt.NDArray[np.float32]:
         """The op's `options` operand, `[4]`: the scale of q_pe . kpe, what q_nope . ckv is scaled by beside it, o's, 1
@@ -285,7 +285,7 @@ class LatentOptions:
 
 def _check_is_number(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise ContractTypeError(f"{name} must be a number, not {type(value).__name__}")
+        raise ContractTypeError(f"{name}: expected a number, got {type(value).__name__}")
 
 
 def check_number(name: str, value: Any) -> None:
@@ -299,8 +299,8 @@ def check_number(name: str, value: Any) -> None:
     if LEAST_NORMAL <= abs(number) <= LARGEST or number == 0:
         return
     if isinstance(number, float) and not math.isfinite(number):
-        raise ContractError(f"{name} must be finite, not {number}")
+        raise ContractError(f"{name}: expected a finite number, got {number}")
     shown = f"{number:g}" if isinstance(number, float) or abs(number) < 10**300 else "a number past 1e300"
     raise ContractError(
-        f"{name} must be 0 or from {LEAST_NORMAL:.2g} to {LARGEST:.2g} in magnitude (float32), not {shown}"
+        f"{name}: expected 0 or from {LEAST_NORMAL:.2g} to {LARGEST:.2g} in magnitude (float32), got {shown}"
     )

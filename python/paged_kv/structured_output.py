@@ -63,7 +63,7 @@ class JsonSchema:
         schema = self.schema
         if not isinstance(schema, Mapping | bool | str):
             raise ContractTypeError(
-                f"structured_output: a JSON schema must be an object, a truth value or JSON, not {shown(schema)}"
+                f"structured_output: a JSON schema: expected an object, a truth value or JSON, got {shown(schema)}"
             )
         try:
             if isinstance(schema, str):
@@ -79,7 +79,7 @@ class JsonSchema:
             raise ContractError(f"structured_output: the JSON schema is no JSON: {printable(error)}") from None
         if not isinstance(parsed, Mapping | bool):
             raise ContractTypeError(
-                f"structured_output: a JSON schema must be an object or a truth value, not {shown(parsed)}"
+                f"structured_output: a JSON schema: expected an object or a truth value, got {shown(parsed)}"
             )
         _check_text(self.KIND, text)
         patterned = [node.get("patternProperties") for _, node in parts("#", json.loads(text))]
@@ -315,7 +315,7 @@ def _mark_rules(marks: Sequence[str], special: Mapping[str, int]) -> Iterator[st
 
 def _check_text(kind: str, text: Any) -> None:
     if not isinstance(text, str):
-        raise ContractTypeError(f"structured_output: the {kind} must be a string, not {shown(text)}")
+        raise ContractTypeError(f"structured_output: the {kind}: expected a string, got {shown(text)}")
     if len(text) > MOST_CHARACTERS:
         raise ContractError(
             f"structured_output: the {kind} has {len(text)} characters, at most {MOST_CHARACTERS} may be"
@@ -338,4 +338,4 @@ def _check_tree(node: Any, depth: int = 0) -> None:
     if isinstance(node, Mapping):
         for key in node:
             if not isinstance(key, str):
-                raise ContractError(f"structured_output: a key of the JSON schema must be a string, not {shown(key)}")
+                raise ContractError(f"structured_output: a key of the JSON schema: expected a string, got {shown(key)}")

@@ -96,14 +96,14 @@ def test_what_counts_for_nothing_is_checked_all_the_same() -> None:
     wrapper.plan(*MLA[:6], 0, *MLA[7:], q_data_type="bfloat16", kv_data_type="float8_e4m3fn")
     caches = [np.zeros((4, 4, width), "float8_e4m3fn") for width in (8, 0)]
     queries = [np.zeros((5, 4, width), "bfloat16") for width in (8, 0)]
-    with pytest.raises(ContractError, match="kpe_scale must be positive, not 0"):
+    with pytest.raises(ContractError, match="kpe_scale: expected a positive number, got 0"):
         wrapper.run(*queries, *caches, ckv_scale=1.0, kpe_scale=0)
 
 
 def test_numbers_are_called_what_the_caller_calls_them() -> None:
     dense = next(call for call in CALLS if call.name == "trtllm_batch_decode_with_kv_cache")
     for name, value in (("bmm2_scale", 1e39), ("bmm1_scale", np.float32(1e-40)), ("bmm1_scale_log2", 1e39)):
-        with pytest.raises(ContractError, match=f"^{name} must be 0 or from"):
+        with pytest.raises(ContractError, match=f"^{name}: expected 0 or from"):
             dense(**{name: value})
 
 

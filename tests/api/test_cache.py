@@ -161,15 +161,15 @@ TOKENS = np.ones((3, 2, 8), np.float32)
         ({"free_block_ids": ids(3, 3)}, PageTableError, r"free_block_ids names a block twice in \[3, 3\]"),
         ({"free_block_ids": ids(3, 2)}, PageTableError, r"block 2 would .* sequence 0, but block_table\[1, 0\] .* 1$"),
         ({"free_block_ids": ids(1, 3)}, PageTableError, r"block 1 would .* sequence 0, but block_table\[0, 1\] .* 0$"),
-        ({"num_new_tokens": 10**5000}, ContractError, "num_new_tokens must be at most 2147483647, not"),
+        ({"num_new_tokens": 10**5000}, ContractError, "num_new_tokens: expected at most 2147483647, got"),
         ({"free_block_ids": ids(3, 4)[None]}, ShapeError, "free_block_ids: expected 1 dimensions"),
         ({"free_block_ids": [3, 4]}, ContractTypeError, "free_block_ids: expected an array"),
         ({"num_new_tokens": 12, "free_block_ids": ids(3, 4, 5)}, PageTableError, "num_new_tokens: sequence 0 .* 5 bl"),
-        ({"num_new_tokens": -1}, ContractError, "num_new_tokens must be at least 0, not -1"),
-        ({"num_new_tokens": 1.5}, ContractTypeError, "num_new_tokens must be an integer"),
+        ({"num_new_tokens": -1}, ContractError, "num_new_tokens: expected at least 0, got -1"),
+        ({"num_new_tokens": 1.5}, ContractTypeError, "num_new_tokens: expected an integer"),
         ({"sequence_idx": 3}, ContractError, "sequence_idx is 3, the cache has 3 sequences"),
-        ({"sequence_idx": -1}, ContractError, "sequence_idx must be at least 0, not -1"),
-        ({"sequence_idx": 10**5000}, ContractError, "sequence_idx must be at most"),
+        ({"sequence_idx": -1}, ContractError, "sequence_idx: expected at least 0, got -1"),
+        ({"sequence_idx": 10**5000}, ContractError, "sequence_idx: expected at most"),
     ],
 )
 def test_allocations_that_are_refused(change, error, said):
@@ -185,8 +185,8 @@ def test_allocations_that_are_refused(change, error, said):
     ("sequence", "keys", "values", "error", "said"),
     [
         (0, TOKENS, TOKENS[:2], ShapeError, r"keys_new shape \(3, 2, 8\) != values_new shape \(2, 2, 8\)"),
-        (0, TOKENS[:, :1], TOKENS[:, :1], ShapeError, r"keys_new must be \[T, 2, 8\], its shape is \(3, 1, 8\)"),
-        (0, TOKENS[0], TOKENS[0], ShapeError, r"keys_new must be \[T, 2, 8\]"),
+        (0, TOKENS[:, :1], TOKENS[:, :1], ShapeError, r"keys_new: expected \[T, 2, 8\], got shape \(3, 1, 8\)"),
+        (0, TOKENS[0], TOKENS[0], ShapeError, r"keys_new: expected \[T, 2, 8\]"),
         (0, np.ones((4, 2, 8), "f4"), np.ones((4, 2, 8), "f4"), PageTableError, r"block_table\[0, 2\] is unallocated"),
         (2, TOKENS, TOKENS, PageTableError, r"block_table\[2, 0\] is unallocated .* allocate_blocks before append_kv"),
         (0, np.ones((20, 2, 8), "f4"), np.ones((20, 2, 8), "f4"), PageTableError, "sequence 0 needs 7 blocks, .* 4"),
@@ -227,7 +227,7 @@ def test_appends_that_are_refused(sequence, keys, values, error, said):
         ({"key_pool": None}, ContractTypeError, "key_pool: expected an array"),
         ({"key_pool": 3}, ContractTypeError, "key_pool: expected an array"),
         ({name: np.zeros((8, 0, 2, 8), "f4") for name in ("key_pool", "value_pool")}, ShapeError, "must hold tokens"),
-        (None, ContractTypeError, "cache must be a PagedKVCache, not None"),
+        (None, ContractTypeError, "cache: expected a PagedKVCache, got None"),
     ],
 )
 def test_caches_that_contradict_themselves_are_refused(change, error, said):
@@ -283,12 +283,12 @@ def test_shared_blocks_may_be_read_and_followed_by_own_ones():
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [
-        ({"block_size": 0}, ContractError, "block_size must be at least 1, not 0"),
-        ({"num_blocks": -1}, ContractError, "num_blocks must be at least 0, not -1"),
-        ({"head_dim": 8.0}, ContractTypeError, "head_dim must be an integer"),
+        ({"block_size": 0}, ContractError, "block_size: expected at least 1, got 0"),
+        ({"num_blocks": -1}, ContractError, "num_blocks: expected at least 0, got -1"),
+        ({"head_dim": 8.0}, ContractTypeError, "head_dim: expected an integer"),
         ({"dtype": None}, ContractTypeError, "dtype: None is none of"),
-        ({"num_blocks": 2**31}, ContractError, "num_blocks must be at most 2147483647, not 2147483648"),
-        ({"head_dim": 10**5000}, ContractError, "head_dim must be at most 2147483647, not .an integer of 16610 bits"),
+        ({"num_blocks": 2**31}, ContractError, "num_blocks: expected at most 2147483647, got 2147483648"),
+        ({"head_dim": 10**5000}, ContractError, "head_dim: expected at most 2147483647, got .an integer of 16610 bits"),
         (
             {"num_blocks": 2**31 - 1, "block_size": 2**31 - 1},
             ContractError,

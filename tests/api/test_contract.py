@@ -107,7 +107,7 @@ RAGGED = r"^BatchPrefillWithRagged"
 MLA = r"^BatchMLA"
 PLANNED = r"^(?!BatchPrefillWithShared)"
 """Whose plans say the dtype of q."""
-NUMBER = "must be 0 or from 1.2e-38 to 3.4e+38 in magnitude"
+NUMBER = "expected 0 or from 1.2e-38 to 3.4e+38 in magnitude"
 
 TABLES = [
     # The page table: 1 and 2 pages of 4, of 3 and 6 tokens.
@@ -138,18 +138,18 @@ PLANS = [
     Row("qo", at(2, 2**26), ContractError, "{name}: expected at most "),
     # Sizes.
     Row("num_qo_heads", 5, ShapeError, "num_qo_heads: expected a multiple of num_kv_heads = 2, got 5"),
-    Row("num_qo_heads", 0, ContractError, "num_qo_heads must be at least 1, not 0"),
-    Row("num_heads", 0, ContractError, "num_heads must be at least 1"),
-    Row("width", 36, ShapeError, "{name} must be a multiple of 8 from 8 to 512, not 36"),
-    Row("width", 520, ShapeError, "{name} must be a multiple of 8 from 8 to 512, not 520"),
-    Row("page_size", 0, ContractError, "page_size must be at least 1, not 0"),
+    Row("num_qo_heads", 0, ContractError, "num_qo_heads: expected at least 1, got 0"),
+    Row("num_heads", 0, ContractError, "num_heads: expected at least 1"),
+    Row("width", 36, ShapeError, "{name}: expected a multiple of 8 from 8 to 512, got 36"),
+    Row("width", 520, ShapeError, "{name}: expected a multiple of 8 from 8 to 512, got 520"),
+    Row("page_size", 0, ContractError, "page_size: expected at least 1, got 0"),
     # Options.
     Row("mode", "ROPE", ContractError, "expected 'NONE' or 'ROPE_LLAMA' or 'ALIBI', got 'ROPE'"),
-    Row("logits_soft_cap", -1.0, ContractError, "logits_soft_cap must be at least 0"),
-    Row("logits_soft_cap", 1e-46, ContractError, f"logits_soft_cap {NUMBER}"),
-    Row("sm_scale", 1e39, ContractError, f"sm_scale {NUMBER} (float32)"),
+    Row("logits_soft_cap", -1.0, ContractError, "logits_soft_cap: expected at least 0"),
+    Row("logits_soft_cap", 1e-46, ContractError, f"logits_soft_cap: {NUMBER}"),
+    Row("sm_scale", 1e39, ContractError, f"sm_scale: {NUMBER} (float32)"),
     Row("sm_scale", None, ContractError, "sm_scale: expected a value, got None", MLA),
-    Row("rope_scale", 0.0, ContractError, "rope_scale must be positive, not 0.0"),
+    Row("rope_scale", 0.0, ContractError, "rope_scale: expected a positive number, got 0.0"),
     Row("rope_theta", 1e-30, ContractError, "rotate by 1e+30 radians a token"),
     Row("causal", None, ContractError, "causal: expected a value, got None", MLA),
     # Dtypes; all are float32.
@@ -159,7 +159,7 @@ PLANS = [
     Row("kv_data_type", "float16", ContractTypeError, "kv_data_type: float16 must equal q's float32 or be", r"\.plan$"),
     Row("data_type", "int4", ContractTypeError, "data_type: 'int4' is none of"),
     # Rows of a decode.
-    Row("q_len_per_req", 0, ContractError, "q_len_per_req must be at least 1, not 0"),
+    Row("q_len_per_req", 0, ContractError, "q_len_per_req: expected at least 1, got 0"),
     Row("q_len_per_req", 4, PageTableError, "q_len_per_req: request 0 has 4 query rows and 3 tokens"),
     Row("window_right", 1, ContractError, "window_right: expected 0, got 1"),
     Row("block_tables", i32(2, 0), ShapeError, "block_tables: expected 2 dimensions", DECODE),
@@ -253,9 +253,9 @@ RUNS = [
     Row("v_shared", part(slice(3)), ShapeError, "v_shared: expected k_shared's shape [7, 2, 8], got [3, 2, 8]"),
     Row("v_shared", dtype("float16"), ContractTypeError, "v_shared: expected k_shared's dtype float32, got float16"),
     # Scales.
-    Row("q_scale", True, ContractTypeError, "q_scale must be a number, not bool"),
-    Row("k_scale", np.ones(2), ContractTypeError, "k_scale must be a number, not ndarray"),
-    Row("v_scale", math.inf, ContractError, "v_scale must be finite"),
+    Row("q_scale", True, ContractTypeError, "q_scale: expected a number, got bool"),
+    Row("k_scale", np.ones(2), ContractTypeError, "k_scale: expected a number, got ndarray"),
+    Row("v_scale", math.inf, ContractError, "v_scale: expected a finite number"),
     Row("sinks", np.zeros(3, np.float32), ShapeError, "sinks: expected shape [num_{qo_}heads] = [4], got [3]"),
     Row("sinks", i32(0, 0, 0, 0), ContractTypeError, "sinks: dtype int32 is none of"),
     Row("sinks", np.array([0, 1, np.nan, 0], np.float32), ContractError,
@@ -377,7 +377,7 @@ APPENDS = [
     Row("page_size", 2, ShapeError, "cache's 4, got 2"),
     Row("cache", read_only, ContractError, "{name} is read-only"),
     Row("cache", differentiable, ContractTypeError, GRADIENT),
-    Row("cache", part(..., slice(0), slice(None), slice(None)), ContractError, "page_size must be at least 1, not 0",
+    Row("cache", part(..., slice(0), slice(None), slice(None)), ContractError, "page_size: expected at least 1, got 0",
         NOT_DENSE),
     Row("kpe_cache", part(slice(None), slice(2)), ShapeError,
         "kpe_cache: expected ckv_cache's [pages, page_size] [4, 4], got [4, 2]"),
@@ -422,7 +422,7 @@ WRAPPERS = [
     Row("kv_layout", "HDN", ContractError, "kv_layout: expected 'NHD' or 'HND', got 'HDN'"),
     Row("jit_args", ["uri"], ContractError, "jit_args: expected None, got ["),
     Row("variant_owns_mask", True, ContractError, "variant_owns_mask: expected False"),
-    Row("num_levels", 0, ContractError, "num_levels must be at least 1"),
+    Row("num_levels", 0, ContractError, "num_levels: expected at least 1"),
     # Arrays of the user's, for 2 requests of 3 pages.
     Row("buffer", None, ContractError, "{name}: expected an array where the ", HELD),
     Row("lists", None, ContractError, "expected a list of arrays where the levels live in buffers", HELD),
@@ -684,7 +684,7 @@ SEVERAL = [
      "request 1 has 2 query rows and 1 tokens"),
     ("trtllm", lambda _: {"out": np.ones((2, 4, 8), np.float16), "out_dtype": "float32"}, ContractTypeError,
      "out: expected the planned dtype"),
-    ("single_prefill", lambda _: {"scale_k": 2.0, "k_scale": "1"}, ContractTypeError, "k_scale must be a number"),
+    ("single_prefill", lambda _: {"scale_k": 2.0, "k_scale": "1"}, ContractTypeError, "k_scale: expected a number"),
     ("Decode.* in buffers.plan", lambda _: {"indptr": i32(0, 1), "last_page_len": i32(3)}, ShapeError,
      "indptr: a batch of 1, the buffers fix it at 2"),
     ("Decode.* in buffers.plan", lambda _: {"indptr": i32(0, 1, 4), "indices": i32(0, 0, 0, 0)}, ShapeError,

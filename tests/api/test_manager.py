@@ -146,9 +146,9 @@ def test_tokens_that_do_not_fit_change_nothing(k, v, error, said):
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [
-        ({"page_size": 0}, ContractError, "page_size must be at least 1"),
-        ({"head_dim": 0}, ContractError, "head_dim must be at least 1"),
-        ({"num_kv_heads": 1.0}, ContractTypeError, "num_kv_heads must be an integer"),
+        ({"page_size": 0}, ContractError, "page_size: expected at least 1"),
+        ({"head_dim": 0}, ContractError, "head_dim: expected at least 1"),
+        ({"num_kv_heads": 1.0}, ContractTypeError, "num_kv_heads: expected an integer"),
         ({"dtype": "int2"}, ContractTypeError, "dtype: 'int2' is none of"),
         ({"device": "cuda:63"}, ToolchainError, "GPU 63: MAX finds no such device"),
         ({"device": "tpu"}, ContractError, r"device: expected the CPU or a GPU \('cuda', 'cuda:1'\), got 'tpu'"),
@@ -246,7 +246,7 @@ def test_a_write_that_fails_takes_no_pages(monkeypatch):
 def test_unhashable_ids_are_refused_by_every_method(request_id):
     it = manager(pages=8)
     for call in (it.get_page_table, it.get_seq_len, it.free, lambda r: it.append(r, *tokens(0, 2, 1))):
-        with pytest.raises(ContractTypeError, match="request_id must be hashable"):
+        with pytest.raises(ContractTypeError, match="request_id: expected a hashable, comparable value"):
             call(request_id)
     assert it.pool.num_free == 8
     assert not it.kv_cache.any()
@@ -265,7 +265,7 @@ def test_sizes_past_int32_are_refused(size, position):
     sizes = [4, 4, 2, 8]
     sizes[position] = size
     name = ("max_num_pages", "page_size", "num_kv_heads", "head_dim")[position]
-    with pytest.raises(ContractError, match=f"^{name} must be at most 2147483647, not"):
+    with pytest.raises(ContractError, match=f"^{name}: expected at most 2147483647, got"):
         PagedKVCacheManager(*sizes)
 
 

@@ -222,14 +222,14 @@ def test_a_backward_refuses_a_tensor_that_an_append_has_changed() -> None:
 @pytest.mark.parametrize(
     ("k_cache", "v_cache", "layer", "error", "message"),
     [
-        (shape(9, LAYERS), shape(9, LAYERS), 3, ContractError, "layer must be at most 2, not 3"),
-        (shape(9, LAYERS), shape(9, LAYERS), -1, ContractError, "layer must be at least 0"),
-        (shape(9, LAYERS), shape(9, LAYERS), 1.0, ContractTypeError, "layer must be an integer"),
+        (shape(9, LAYERS), shape(9, LAYERS), 3, ContractError, "layer: expected at most 2, got 3"),
+        (shape(9, LAYERS), shape(9, LAYERS), -1, ContractError, "layer: expected at least 0"),
+        (shape(9, LAYERS), shape(9, LAYERS), 1.0, ContractTypeError, "layer: expected an integer"),
         (shape(9, LAYERS), shape(9, 2), 0, ShapeError, "v_cache has 2 layers, k_cache has 3"),
-        (shape(9), shape(9), 0, ShapeError, "k_cache must have 5 dimensions where a layer is given, its"),
-        (shape(9, LAYERS), None, None, ShapeError, "k_cache: dimension 0 must be 2"),
-        (shape(9, LAYERS), None, 0, ShapeError, "k_cache must have 6 dimensions where a layer is given and no v_cache"),
-        (shape(9), None, None, ShapeError, "k_cache must have 5 dimensions where no v_cache is given"),
+        (shape(9), shape(9), 0, ShapeError, "k_cache: expected 5 dimensions where a layer is given, got shape"),
+        (shape(9, LAYERS), None, None, ShapeError, "k_cache: dimension 0: expected 2"),
+        (shape(9, LAYERS), None, 0, ShapeError, "k_cache: expected 6 dimensions where a layer is given and no v_cache"),
+        (shape(9), None, None, ShapeError, "k_cache: expected 5 dimensions where no v_cache is given"),
     ],
 )
 def test_what_is_refused_of_a_layer(k_cache: Any, v_cache: Any, layer: Any, error: Any, message: str) -> None:

@@ -177,7 +177,7 @@ REFUSED: dict[str, tuple[str, int, Any, type[PagedKVError], str]] = {
     "rows past any memory": ("attention", 5, put(4, 2**31 - 1), ShapeError, "qo_indptr ends at 2147483647, q has"),
     "offsets that decrease": ("attention", 5, put(1, 9), PageTableError, "qo_indptr decreases at request 1"),
     "heads of q": ("attention", 0, lambda q: q[:, :3], ShapeError, "num_qo_heads"),
-    "a rank": ("attention", 0, lambda q: q[0], ShapeError, "q must have 3 dimensions"),
+    "a rank": ("attention", 0, lambda q: q[0], ShapeError, "q: expected 3 dimensions"),
     "dtypes": ("attention", 0, lambda q: q.half(), ContractTypeError, "must equal q's float16"),
     "a window": ("attention", 7, lambda _: -2, ContractError, "window_left"),
     "NaN": ("attention", 6, lambda _: float("nan"), ContractError, "sm_scale"),
@@ -187,14 +187,14 @@ REFUSED: dict[str, tuple[str, int, Any, type[PagedKVError], str]] = {
     "fewer indices than rows": ("append", 5, lambda i: i[:2], ShapeError, "batch_indices has 2"),
     "K and V are one": ("append", 3, lambda _: None, ContractError, "shares memory"),
     "another number of tokens": ("gather", 4, lambda _: 71, ShapeError, "num_tokens is 71"),
-    "features": ("linear", 0, lambda x: x[:, :88], ShapeError, "x must be"),
+    "features": ("linear", 0, lambda x: x[:, :88], ShapeError, "x: expected"),
     "dtypes of linear": ("linear", 0, lambda x: x.float(), ContractTypeError, "x: dtype float32"),
 }
 
 
 def test_a_page_size_past_int32_is_refused() -> None:
     gather, given = changed("gather", 0, lambda k: k[:, :1].expand(-1, 2**33, -1, -1))
-    with pytest.raises(ContractError, match="page_size must be at most 2147483647"):
+    with pytest.raises(ContractError, match="page_size: expected at most 2147483647"):
         gather(*given)
 
 

@@ -154,7 +154,7 @@ def test_pages_of_another_rotation_are_not_found_on_disk(models, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "rotation", "words"),
     [
-        ({}, "other", "cache_rotation must be hadamard, not 'other'"),
+        ({}, "other", "cache_rotation: expected hadamard, got 'other'"),
         ({"head_dim": 24}, "hadamard", "needs a head_dim that is a power of two, not 24"),
         ({"latent": True}, "hadamard", "this model's cache holds latents"),
     ],

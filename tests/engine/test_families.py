@@ -55,9 +55,11 @@ def test_texts_in_company_are_those_of_each_prompt_alone(models, name):
 def test_what_pages_of_windows_do_not_do_is_refused(models):
     model, sizes = models["gemma3"], {"dtype": DType.float32, "num_pages": 8, "page_size": 16}
     assert model.window_page_bytes > model.page_bytes > 0
-    with pytest.raises(ContractError, match="num_window_pages must be at least"):
+    with pytest.raises(ContractError, match="num_window_pages: expected at least"):
         DecoderModel(model.config, {}, **sizes, num_window_pages=1)
-    with pytest.raises(ContractError, match="num_window_pages must be at least"):  # its layers have heads of two kinds
+    with pytest.raises(
+        ContractError, match="num_window_pages: expected at least"
+    ):  # its layers have heads of two kinds
         DecoderModel(models["gemma4"].config, {}, **sizes, num_window_pages=0)
 
 

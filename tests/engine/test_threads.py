@@ -71,7 +71,7 @@ def test_more_threads_than_cpus_are_refused():
 @pytest.mark.parametrize("command", ["doctor", "generate", "demo"])
 def test_the_option_refuses_bad_numbers(command, capsys):
     assert _run([command, "--threads", "0"]) == 2
-    assert capsys.readouterr().err == "error: --threads: num_threads must be at least 1, not 0\n"
+    assert capsys.readouterr().err == "error: --threads: num_threads: expected at least 1, got 0\n"
 
 
 @pytest.mark.slow

@@ -549,7 +549,7 @@ def test_codes_that_there_are_not_are_refused() -> None:
     assert transformers.GenerationMixin.generate is generate_of
     with paged_kv.transformers.enabled("int4"):
         for call in (lambda: model.generate(ids, max_new_tokens=2), lambda: generate_batch(model, [[5, 6, 7]])):
-            with pytest.raises(ShapeError, match=r"kv_format: head_dim must be .* 16 on for int4 codes, not 8"):
+            with pytest.raises(ShapeError, match=r"kv_format: head_dim: expected .* 16 on for int4 codes, got 8"):
                 call()
     assert model.config._attn_implementation == before
     assert not linear._running

@@ -37,7 +37,9 @@ def test_what_is_wrong_with_an_argument_is_said():
         pydantic.ValidationError, match="expected fields of Ray Serve's autoscaling_config, got max_replica"
     ):
         app({"model": "demo", "autoscaling": {"min_replicas": 1, "max_replica": 1}})
-    with pytest.raises(ContractError, match=r"--kv-disk-gb must be above 0 and below 10\^9, not 2000000000.0"):
+    with pytest.raises(
+        ContractError, match=r"--kv-disk-gb: expected a number above 0 and below 10\^9, got 2000000000.0"
+    ):
         app({"model": "demo", "kv_disk": "kv", "kv_disk_gb": 2e9})
 
 

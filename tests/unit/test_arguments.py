@@ -59,15 +59,15 @@ def test_integers_of_every_library(value):
 @pytest.mark.parametrize(
     ("value", "error", "said"),
     [
-        (True, ContractTypeError, "n must be an integer, not True of type bool"),
-        (3.0, ContractTypeError, "n must be an integer, not 3.0 of type float"),
-        (None, ContractTypeError, "n must be an integer, not None of type NoneType"),
-        (Broken(), ContractTypeError, "n must be an integer, not an object of type Broken of type Broken"),
-        (int, ContractTypeError, "n must be an integer, not <class 'int'> of type type"),
-        (1, ContractError, "n must be at least 2, not 1"),
-        (5, ContractError, "n must be at most 4, not 5"),
-        (-(10**5000), ContractError, "n must be at least 2, not -.an integer of 16610 bits."),
-        (10**5000, ContractError, "n must be at most 4, not .an integer of 16610 bits."),
+        (True, ContractTypeError, "n: expected an integer, got True of type bool"),
+        (3.0, ContractTypeError, "n: expected an integer, got 3.0 of type float"),
+        (None, ContractTypeError, "n: expected an integer, got None of type NoneType"),
+        (Broken(), ContractTypeError, "n: expected an integer, got an object of type Broken of type Broken"),
+        (int, ContractTypeError, "n: expected an integer, got <class 'int'> of type type"),
+        (1, ContractError, "n: expected at least 2, got 1"),
+        (5, ContractError, "n: expected at most 4, got 5"),
+        (-(10**5000), ContractError, "n: expected at least 2, got -.an integer of 16610 bits."),
+        (10**5000, ContractError, "n: expected at most 4, got .an integer of 16610 bits."),
     ],
     ids=range(9),
 )
@@ -81,5 +81,5 @@ def test_flags():
         *(True, False, True, False, False, True, False)
     ]
     for value in (np.zeros(2), torch.zeros(2), Broken()):
-        with pytest.raises(ContractTypeError, match=r"^f must be true or false, not"):
+        with pytest.raises(ContractTypeError, match=r"^f: expected true or false, got"):
             flag("f", value)

@@ -107,7 +107,7 @@ class OnDevice:
     """An array in a GPU's memory as it looks to DLPack."""
 
     def __dlpack__(self, **kwargs):
-        raise AssertionError("its memory must not be requested")
+        raise AssertionError("its memory: expected not requested")
 
     def __dlpack_device__(self):
         return (2, 0)

@@ -187,5 +187,5 @@ def test_special_tokens_are_shown_where_they_are_asked_for_but_not_those_that_en
         written.append("".join(output.text for output in outputs))
     assert written[1] == written[0][: written[0].index(written[0][-1])]
     assert Sampling().skip_special_tokens
-    with pytest.raises(ContractTypeError, match="skip_special_tokens must be true or false"):
+    with pytest.raises(ContractTypeError, match="skip_special_tokens: expected true or false"):
         Sampling(skip_special_tokens=1)

@@ -75,7 +75,7 @@ def test_a_plan_of_codes():
             plan(kv, page_size=None)
         with pytest.raises(ShapeError, match=f"^head_dim_vo: expected 64, as K has, for {kv} codes, got 32"):
             plan(kv, head_dim_vo=32)
-    with pytest.raises(ShapeError, match="head_dim must be a multiple of 8 from 16 on for int4 codes, not 8"):
+    with pytest.raises(ShapeError, match="head_dim: expected a multiple of 8 from 16 on for int4 codes, got 8"):
         plan("int4", head_dim=8)
     with pytest.raises(ContractTypeError, match="q_data_type: int8 is none of"):
         plan("int8", q_dtype=np.dtype("int8"))
@@ -116,7 +116,7 @@ def test_sizes_that_codes_have(kv_format):
         with pytest.raises(ShapeError, match=f"cache: heads of {stored} bytes are no {kv_format} codes"):
             stored_elements(kv_format, size)
     for head_dim in (0, 4, 20, TABLE[kv_format].least_head - 8):
-        with pytest.raises(ShapeError, match=f"head_dim must be .* for {kv_format} codes, not {head_dim}"):
+        with pytest.raises(ShapeError, match=f"head_dim: expected .* for {kv_format} codes, got {head_dim}"):
             stored_head(kv_format, head_dim)
 
 

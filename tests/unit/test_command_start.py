@@ -58,8 +58,8 @@ def no_model(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--max-step-tokens", "0"], "--max-step-tokens must be at least 1, not 0"),
-        (["--n", "257"], "--n must be at most 256, not 257"),
+        (["--max-step-tokens", "0"], "--max-step-tokens: expected at least 1, got 0"),
+        (["--n", "257"], "--n: expected at most 256, got 257"),
         (["--trace", "missing/trace"], "--trace missing/trace: cannot be written"),
         (["--trace", "pipe"], "--trace pipe: cannot be written"),
     ],

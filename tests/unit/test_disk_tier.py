@@ -356,12 +356,12 @@ def test_a_folder_that_is_none_or_others_can_write_to_is_refused(tmp_path):
     ],
 )
 def test_what_is_wrong_with_a_tier_is_refused(folder, limit, error, name):
-    with pytest.raises(error, match=f"^{name} must"):
+    with pytest.raises(error, match=f"^{name}: expected"):
         DiskTier(folder, limit)
 
 
 def test_what_is_wrong_with_an_engines_tier_is_refused(tmp_path):
-    with pytest.raises(ContractTypeError, match=r"^disk must be a DiskTier"):
+    with pytest.raises(ContractTypeError, match=r"^disk: expected a DiskTier"):
         Engine(FakeModel(4, 4), disk=tmp_path)
     with pytest.raises(ContractError, match=r"^disk: .*share_prefixes"):
         engine_on(tmp_path / "new", share_prefixes=False)

@@ -59,15 +59,15 @@ NO_TOKENS = (None, 5, [1.0], ["1"], [True], [[1]], [[1], [1, 2]], [None], [10**4
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        *(((prompt,), ContractTypeError, "prompt must be a list of token ids") for prompt in NO_TOKENS),
+        *(((prompt,), ContractTypeError, "prompt: expected a list of token ids") for prompt in NO_TOKENS),
         (([],), ContractError, "prompt is empty"),
         (("text",), ContractTypeError, "a text needs a tokenizer"),
         (([0, VOCAB],), ContractError, f"prompt has token id {VOCAB} at position 1; the vocabulary is 0 to"),
         (([-1],), ContractError, "token id -1"),
         (([1] * 4097,), ContractError, "max_position_embeddings is 4096"),
-        (([1], Sampling(1), 0), ContractError, "n must be at least 1"),
-        (([1], Sampling(1), 257), ContractError, "n must be at most 256"),
-        (([1], 5), ContractTypeError, "sampling must be a Sampling"),
+        (([1], Sampling(1), 0), ContractError, "n: expected at least 1"),
+        (([1], Sampling(1), 257), ContractError, "n: expected at most 256"),
+        (([1], 5), ContractTypeError, "sampling: expected a Sampling"),
         (([1], Sampling(stop="x")), ContractError, "stop: texts that end a sample need a tokenizer"),
         (([1], Sampling(400)), PoolExhausted, r"needs 100 pages of 4, the pool has 40"),
         (([1], Sampling(logit_bias={VOCAB: 1})), ContractError, f"token id {VOCAB}; the vocabulary is 0 to"),
@@ -86,7 +86,7 @@ def test_bad_requests_are_refused_and_the_others_go_on(arguments, error, message
 @pytest.mark.parametrize("name", ["max_step_tokens", "max_running"])
 @pytest.mark.parametrize(("value", "error"), [(None, ContractTypeError), (1.5, ContractTypeError), (0, ContractError)])
 def test_sizes_of_a_step_that_are_no_positive_integers_are_refused(name, value, error):
-    with pytest.raises(error, match=f"{name} must be"):
+    with pytest.raises(error, match=f"{name}: expected"):
         Engine(FakeModel(99, 4, 10), **{name: value})
 
 

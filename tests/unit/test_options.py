@@ -28,7 +28,7 @@ def test_head_dims_that_the_kernels_take(head_dim):
         options.check_head_dim("head_dim", head_dim)
         return
     assert not options.is_head_dim(head_dim)
-    with pytest.raises(ShapeError, match=f"^q: head_dim must be a multiple of 8 from 8 to 512, not {head_dim}$"):
+    with pytest.raises(ShapeError, match=f"^q: head_dim: expected a multiple of 8 from 8 to 512, got {head_dim}$"):
         options.check_head_dim("q: head_dim", head_dim)
 
 
@@ -45,20 +45,20 @@ NOT_FINITE = (np.inf, -np.inf, np.nan, np.float32(np.inf), np.float16(np.nan), n
 
 @pytest.mark.parametrize("name", SIGNED + POSITIVE)
 def test_a_number_that_float32_has_not(name):
-    range_ = re.escape("must be 0 or from 1.2e-38 to 3.4e+38 in magnitude (float32), not ")
+    range_ = re.escape("expected 0 or from 1.2e-38 to 3.4e+38 in magnitude (float32), got ")
     for value, shown in NOT_FLOAT32:
-        with pytest.raises(ContractError, match=f"^{name} {range_}{re.escape(shown)}$"):
+        with pytest.raises(ContractError, match=f"^{name}: {range_}{re.escape(shown)}$"):
             AttentionOptions(**{name: value})
         if name in SIGNED:
             with pytest.raises(ContractError, match=name):
                 AttentionOptions(**{name: -value})
     for value in NOT_FINITE:
-        with pytest.raises(ContractError, match=f"^{name} must be finite, not -?(inf|nan)$"):
+        with pytest.raises(ContractError, match=f"^{name}: expected a finite number, got -?(inf|nan)$"):
             AttentionOptions(**{name: value})
     if name not in ("sm_scale", "rope_theta"):
-        with pytest.raises(ContractTypeError, match=f"^{name} must be a number, not NoneType$"):
+        with pytest.raises(ContractTypeError, match=f"^{name}: expected a number, got NoneType$"):
             AttentionOptions(**{name: None})
-    with pytest.raises(ContractTypeError, match=r"^window_left must be a number, not NoneType$"):
+    with pytest.raises(ContractTypeError, match=r"^window_left: expected a number, got NoneType$"):
         AttentionOptions(window_left=None)
 
 
@@ -74,13 +74,13 @@ def test_numbers_at_the_ends_of_float32(name):
 @pytest.mark.parametrize("scales", [(1e30, 1e30, 1.0), (1e-30, 1e-30, 1.0), (1e-30, -1e-5, 1e-5), (3e38, 1.0, 3e38)])
 def test_a_product_of_scales_that_float32_has_not(scales):
     chosen = AttentionOptions(**dict(zip(("sm_scale", "q_scale", "k_scale"), scales, strict=True)))
-    with pytest.raises(ContractError, match=r"^sm_scale \* q_scale \* k_scale must be 0 or from 1.2e-38 to 3.4e\+38"):
+    with pytest.raises(ContractError, match=r"^sm_scale \* q_scale \* k_scale: expected 0 or from 1.2e-38 to 3.4e\+38"):
         chosen.numbers(64)
 
 
 def test_the_widest_window():
     assert AttentionOptions(window_left=2**31 - 1).window_left == 2**31 - 1
-    with pytest.raises(ContractError, match=r"window_left must be at least -1 \(-1 = off\) and below 2\^31"):
+    with pytest.raises(ContractError, match=r"window_left: expected at least -1 \(-1 = off\) and below 2\^31"):
         AttentionOptions(window_left=2**31)
 
 

@@ -48,5 +48,5 @@ def test_logits_are_those_of_transformers(tmp_path, overrides):
 @pytest.mark.parametrize("tokens", [[], [259], [-1], [[1]]])
 def test_bad_tokens_are_refused(tmp_path, tokens):
     config, _, weights = build(tmp_path)
-    with pytest.raises(ContractError, match="tokens must be"):
+    with pytest.raises(ContractError, match="tokens: expected"):
         recompute(config, weights, tokens)

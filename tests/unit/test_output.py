@@ -80,7 +80,7 @@ def test_sizes_that_no_kernel_has_are_refused(capsys, name, size):
     assert _run(["doctor", "--explain", f"{name}={size}"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith(f"error: {name} must be ")
+    assert err.startswith(f"error: {name}: expected ")
     assert err.count("\n") == 1
 
 

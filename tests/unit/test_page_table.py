@@ -58,9 +58,9 @@ LARGE = 2**31 - 1
         ([0, 1, 1], [5], [1, 5], 4, PageTableError, r"kv_last_page_len: request 1: expected 0 to .*4, got 5"),
         ([0, 0], [], [-1], 4, PageTableError, r"kv_last_page_len: request 0: expected 0 to .*4, got -1"),
         ([0, 2], [5, 6], [1], 2**30, PageTableError, "kv_indptr: request 0 has 2 pages of 1073741824"),
-        ([0], [], [], 0, ContractError, "page_size must be at least 1, not 0"),
-        ([0], [], [], 2**31, ContractError, "page_size must be at most 2147483647, not 2147483648"),
-        ([0], [], [], 4.0, ContractTypeError, "page_size must be an integer, not 4.0"),
+        ([0], [], [], 0, ContractError, "page_size: expected at least 1, got 0"),
+        ([0], [], [], 2**31, ContractError, "page_size: expected at most 2147483647, got 2147483648"),
+        ([0], [], [], 4.0, ContractTypeError, "page_size: expected an integer, got 4.0"),
     ],
 )
 def test_inconsistent_tables_are_refused(indptr, indices, last, size, error, said):
@@ -196,7 +196,7 @@ def test_lengths_and_positions_have_the_kind_of_their_arguments(kind, dtype):
 POSITIONS, LENGTHS = get_batch_indices_positions, get_seq_lens
 HUGE = (2**31, 2**62, 10**5000)
 LARGE_NNZ, ONE = (2**25 + 1, *HUGE), ints(1)
-TOO_LARGE = "page_size must be at most 2147483647, not"
+TOO_LARGE = "page_size: expected at most 2147483647, got"
 
 
 @pytest.mark.parametrize(
@@ -209,10 +209,10 @@ TOO_LARGE = "page_size must be at most 2147483647, not"
             PageTableError,
             "append_indptr: expected an end of at most nnz = 1, got 2",
         ),
-        (POSITIONS, (ints(0, 2), ints(2), -1), ContractError, "nnz must be at least 0, not -1"),
-        (POSITIONS, (ints(0, 2), ints(2), 2.0), ContractTypeError, "nnz must be an integer"),
+        (POSITIONS, (ints(0, 2), ints(2), -1), ContractError, "nnz: expected at least 0, got -1"),
+        (POSITIONS, (ints(0, 2), ints(2), 2.0), ContractTypeError, "nnz: expected an integer"),
         *(
-            (POSITIONS, (ints(0, 1), ONE, n), ContractError, "nnz must be at most 33554432, not")
+            (POSITIONS, (ints(0, 1), ONE, n), ContractError, "nnz: expected at most 33554432, got")
             for n in (2**25 + 1, *HUGE)
         ),
         (POSITIONS, (ints(1, 2), ints(2), 2), PageTableError, r"append_indptr\[0\]: expected 0, got 1"),
@@ -232,7 +232,7 @@ TOO_LARGE = "page_size must be at most 2147483647, not"
         (LENGTHS, (ints(0, 2), ints(1, 1), 4), ShapeError, "kv_last_page_len: expected B = 1 entries"),
         (LENGTHS, (ints(0, 2, 1), ints(1, 1), 4), PageTableError, "kv_indptr decreases at request 1"),
         (LENGTHS, (ints(0, 2**31 - 1), ONE, 4), PageTableError, "kv_indptr: request 0 has 2147483647 pages of 4"),
-        (LENGTHS, (ints(0, 2), ONE, 0), ContractError, "page_size must be at least 1, not 0"),
+        (LENGTHS, (ints(0, 2), ONE, 0), ContractError, "page_size: expected at least 1, got 0"),
     ],
     ids=range(27),
 )

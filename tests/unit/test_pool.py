@@ -17,7 +17,7 @@ def test_pages_needed(num_tokens, page_size, pages):
 
 @pytest.mark.parametrize(
     ("num_tokens", "page_size", "said"),
-    [(-1, 16, "num_tokens"), (1, 0, "page_size"), (1, -(10**5000), "page_size must be at least 1, not -")],
+    [(-1, 16, "num_tokens"), (1, 0, "page_size"), (1, -(10**5000), "page_size: expected at least 1, got -")],
     ids=range(3),
 )
 def test_pages_needed_names_the_refused_argument(num_tokens, page_size, said):
@@ -69,19 +69,19 @@ def test_exhaustion_names_the_request_and_changes_nothing():
 
 HUGE = (2**31, 2**62, 10**400, 10**5000)
 BAD_SIZES = [
-    *((value, ContractTypeError, "must be an integer") for value in (True, 1.0, "16", None)),
-    *((value, ContractError, "must be at most 2147483647, not") for value in HUGE),
-    (-1, ContractError, "must be at least [01], not -1"),
+    *((value, ContractTypeError, "expected an integer") for value in (True, 1.0, "16", None)),
+    *((value, ContractError, "expected at most 2147483647, got") for value in HUGE),
+    (-1, ContractError, "expected at least [01], got -1"),
 ]
 
 
 @pytest.mark.parametrize(("size", "error", "said"), BAD_SIZES, ids=range(len(BAD_SIZES)))
 def test_bad_pools_are_refused(size, error, said):
-    with pytest.raises(error, match=f"^num_pages {said}"):
+    with pytest.raises(error, match=f"^num_pages: {said}"):
         PagePool(size, 16)
-    with pytest.raises(error, match=f"^page_size {said}"):
+    with pytest.raises(error, match=f"^page_size: {said}"):
         PagePool(1, size)
-    with pytest.raises(ContractError, match="page_size must be at least 1, not 0"):
+    with pytest.raises(ContractError, match="page_size: expected at least 1, got 0"):
         PagePool(1, 0)
 
 
@@ -101,7 +101,7 @@ def test_bad_token_counts_are_refused_and_change_nothing(count, error):
     pool = PagePool(num_pages=2, page_size=1)
     pool.start("a", 1)
     for call, name in ((pool.reserve, "a"), (pool.start, "b")):
-        with pytest.raises(error, match=f"^request '{name}': num_tokens must be") as caught:
+        with pytest.raises(error, match=f"^request '{name}': num_tokens: expected") as caught:
             call(name, count)
         assert len(str(caught.value)) < 300
     assert (pool.pages("a"), pool.length("a"), pool.num_free) == ((0,), 1, 1)

@@ -239,7 +239,7 @@ def test_the_pool_refuses_calls_from_inside_its_own_operations():
             return False
 
     before = state(pool)
-    with pytest.raises(ContractTypeError, match="request_id must be hashable") as caught:
+    with pytest.raises(ContractTypeError, match="request_id: expected a hashable, comparable value") as caught:
         pool.length(Caller())
     assert isinstance(caught.value.__cause__, ContractError)
     assert "inside another operation of the pool" in str(caught.value.__cause__)
@@ -271,7 +271,7 @@ def test_ids_that_cannot_be_looked_up_are_refused(call, request_id):
     pool = filled()
     before = state(pool)
     arguments = (1, lambda *_: pytest.fail("nothing is written")) if call == "extend" else ()
-    with pytest.raises(ContractTypeError, match=r"^request_id must be hashable and comparable, not"):
+    with pytest.raises(ContractTypeError, match=r"^request_id: expected a hashable, comparable value, got"):
         getattr(pool, call)(request_id, *arguments)
     assert state(pool) == before
     pool.check_integrity()

@@ -138,9 +138,9 @@ def test_pages_outside_every_window_return_and_leave_holes():
     shared.dropped["a"] = 6
     shared.append("a", [8, 9])
     shared.check_all()
-    with pytest.raises(ContractError, match="num_tokens must be at most 9"):
+    with pytest.raises(ContractError, match="num_tokens: expected at most 9"):
         shared.pool.drop("a", 10)
-    with pytest.raises(ContractError, match="num_tokens must be at most 3"):
+    with pytest.raises(ContractError, match="num_tokens: expected at most 3"):
         shared.pool.shrink("a", 4)
     assert shared.prefixes.match([1, 2, 3, 4, 5]) == 0  # its dropped pages were needed for the new tokens
     shared.free("a")
@@ -178,9 +178,9 @@ def test_store_says_what_does_not_fit():
     with pytest.raises(RequestError, match="unknown"):
         shared.prefixes.store("b", [1])
     for tokens in ([1.5], [[1, 2]], "ab", None, np.zeros(3), [2**63], np.zeros(2, np.uint64), [True]):
-        with pytest.raises(ContractTypeError, match="tokens must be a list of integers"):
+        with pytest.raises(ContractTypeError, match="tokens: expected a list of integers"):
             shared.prefixes.start("b", tokens)
-    with pytest.raises(ContractTypeError, match="namespace must be hashable"):
+    with pytest.raises(ContractTypeError, match="namespace: expected a hashable value"):
         shared.prefixes.match([1], [])
     shared.check_all()
 

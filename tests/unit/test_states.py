@@ -156,14 +156,14 @@ def test_a_fork_shares_the_state_until_one_of_them_goes_on(known):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda known: known.pool.keep_state("a", 4), r"request 'a': slot must be one of its states \{1\}, not 4"),
+        (lambda known: known.pool.keep_state("a", 4), r"request 'a': slot: expected one of its states \{1\}, got 4"),
         (
             lambda known: known.store("a", tokens(12), states={6: 1}),
             "states must be at ends of pages of 4 of 12 tokens",
         ),
         (lambda known: known.store("a", tokens(12), states={16: 1}), "of 12 tokens, not at 16"),
         (lambda known: known.store("a", tokens(12), states={12: 0}), "states has slots .* that are not its own"),
-        (lambda known: known.pool.take_states("a", 1, 2), "most must be at least 2, not 1"),
+        (lambda known: known.pool.take_states("a", 1, 2), "most: expected at least 2, got 1"),
     ],
 )
 def test_what_is_not_its_own_is_refused(known, call, message):

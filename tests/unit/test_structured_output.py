@@ -237,7 +237,7 @@ def test_any_value_is_a_structure_or_a_typed_refusal(tokenizer, value):
 
 def test_keys_of_a_schema_are_strings():
     """JSON has no others: 1 and "1" would become one."""
-    with pytest.raises(ContractError, match="a key of the JSON schema must be a string, not 1"):
+    with pytest.raises(ContractError, match="a key of the JSON schema: expected a string, got 1"):
         JsonSchema({"properties": {1: {}, "1": {}}})
 
 

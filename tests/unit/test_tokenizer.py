@@ -216,7 +216,7 @@ def test_a_failure_inside_the_library_is_a_checkpoints(tmp_path):
     [
         ("", ContractError, "prompt '' is empty"),
         ("a\udcff", ContractError, r"prompt 'a\\udcff' is not valid text"),
-        *((prompt, ContractTypeError, "prompt must be a string, not ") for prompt in (None, b"a", ["a"], 5)),
+        *((prompt, ContractTypeError, "prompt: expected a string, got ") for prompt in (None, b"a", ["a"], 5)),
     ],
     ids=range(6),
 )

@@ -29,7 +29,7 @@ def doctor(compiled: bool, explain: bool, arch: str | None, head_dim: int, group
 
     for name, value in (("--group", group), ("--page-size", page_size)):
         if not 1 <= value < 2**31:
-            raise ContractError(f"{name} must be at least 1 and below 2^31, not {shown(value)}")
+            raise ContractError(f"{name}: expected at least 1 and below 2^31, got {shown(value)}")
     check_head_dim("--head-dim", head_dim)
     report = collect(_steps)
     click.echo(render(report))

@@ -75,7 +75,7 @@ class GenerateOptions:
         if self.profile and self.logits is not None:
             raise ContractError("--profile is not for --logits, which runs the operations one by one")
         if not 0 < self.kv_disk_gb < 1e9:
-            raise ContractError(f"--kv-disk-gb must be above 0 and below 10^9, not {self.kv_disk_gb}")
+            raise ContractError(f"--kv-disk-gb: expected a number above 0 and below 10^9, got {self.kv_disk_gb}")
 
     def disk(self) -> DiskTier | None:
         """The disk tier, where there is one. Raises as `DiskTier`."""

@@ -107,7 +107,7 @@ def _pairs(_context: click.Context, option: click.Parameter, values: tuple[str, 
         try:
             pairs.append((token, float(number)))
         except ValueError:
-            raise ContractError(f"{option.opts[0]} must be TOKEN=NUMBER, not {shown(value)}") from None
+            raise ContractError(f"{option.opts[0]}: expected TOKEN=NUMBER, got {shown(value)}") from None
     return pairs
 
 

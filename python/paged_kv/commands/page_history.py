@@ -101,9 +101,9 @@ def _event(record: dict[str, Any], pages: int, before: float) -> _Event:
     """Time, kind, request and pages of one line."""
     seconds, listed = record.get("seconds"), record.get("pages")
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not before <= seconds < 1e12:
-        raise ContractError(f"seconds must be a number of at least {before}, not {printable(repr(seconds))}")
+        raise ContractError(f"seconds: expected a number of at least {before}, got {printable(repr(seconds))}")
     if not isinstance(listed, list):
-        raise ContractError("pages must be a list")
+        raise ContractError("pages: expected a list")
     ids = np.array([integer("pages: a page", page, 0, pages - 1) for page in listed], np.int64)
     kind = record.get("event")
     if not isinstance(kind, str) or (kind == "copied" and len(ids) != 2):

@@ -113,7 +113,7 @@ def _parse(index: int, line: bytes, sampling: Sampling, n: int) -> PromptLine:
         raise ContractError(f"{printable(repr(unknown[0]))} is none of {', '.join(FIELDS)}")
     namespace: Any = fields.get("namespace")
     if not isinstance(namespace, str | None):
-        raise ContractTypeError(f"namespace must be a text, not {shown(namespace)}")
+        raise ContractTypeError(f"namespace: expected a text, got {shown(namespace)}")
     options = {name: fields[name] for name in _OPTIONS if name in fields}
     structures = [make(fields[name]) for name, make in _STRUCTURES.items() if fields.get(name) is not None]
     if len(structures) > 1:

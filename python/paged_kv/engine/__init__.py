@@ -82,7 +82,7 @@ def load(
     from paged_kv.errors import ContractError
 
     if dtype not in (None, "float32", "bfloat16"):
-        raise ContractError(f"dtype must be 'float32' or 'bfloat16', not {shown(dtype)}")
+        raise ContractError(f"dtype: expected 'float32' or 'bfloat16', got {shown(dtype)}")
     source = open_source(folder)
     kind = DType.bfloat16 if (dtype or source.config.dtype) == "bfloat16" else DType.float32
     tokenizer = Tokenizer(source, source.config)

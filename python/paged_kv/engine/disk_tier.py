@@ -81,9 +81,9 @@ class DiskTier:
 
     def __post_init__(self) -> None:
         if not isinstance(self.folder, str | os.PathLike) or not isinstance(os.fspath(self.folder), str):
-            raise ContractTypeError(f"folder must be a path, not {shown(self.folder)}")
+            raise ContractTypeError(f"folder: expected a path, got {shown(self.folder)}")
         if not os.fspath(self.folder) or "\0" in os.fspath(self.folder):
-            raise ContractError(f"folder must be the path of a folder, not {shown(self.folder)}")
+            raise ContractError(f"folder: expected the path of a folder, got {shown(self.folder)}")
         object.__setattr__(self, "bytes", integer("bytes", self.bytes, 1))
 
     def check(self) -> None:

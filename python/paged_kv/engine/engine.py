@@ -103,12 +103,12 @@ class Engine:
         self._tokenizer = tokenizer
         self._max_running = integer("max_running", max_running, 1)
         if disk is not None and not isinstance(disk, DiskTier):
-            raise ContractTypeError(f"disk must be a DiskTier, not {shown(disk)}")
+            raise ContractTypeError(f"disk: expected a DiskTier, got {shown(disk)}")
         if disk is not None and not share_prefixes:
             raise ContractError("disk: requires share_prefixes=True")
         max_step_tokens = integer("max_step_tokens", max_step_tokens, 1)
         if max_gap is not None and not (isinstance(max_gap, int | float) and 0 < max_gap < 1e9):
-            raise ContractError(f"max_gap must be a positive number of seconds, not {shown(max_gap)}")
+            raise ContractError(f"max_gap: expected a positive number of seconds, got {shown(max_gap)}")
         self._speculation = _speculation(speculate, model, max_step_tokens, share_prefixes)
         self._disk = None if disk is None else DiskPages(disk, model)
         self.window_pool = PagePool(model.num_window_pages, model.page_size) if model.num_window_pages else None
@@ -294,7 +294,7 @@ class Engine:
         """A request that is not added yet. Raises as `add_request`."""
         sampling = Sampling() if sampling is None else sampling
         if not isinstance(sampling, Sampling):
-            raise ContractTypeError(f"sampling must be a Sampling, not {shown(sampling)}")
+            raise ContractTypeError(f"sampling: expected a Sampling, got {shown(sampling)}")
         n = integer("n", n, 1, self._max_running)
         config, tokens = self.model.config, self.encode(prompt)
         if sampling.stop and self._tokenizer is None:
@@ -501,7 +501,7 @@ def _speculation(speculate: Any, model: EngineModel, max_step_tokens: int, share
     if isinstance(speculate, str) and speculate == "lookup":
         return Speculation()
     if isinstance(speculate, str) or not hasattr(speculate, "step"):
-        raise ContractTypeError(f"speculate must be 'lookup' or a model, not {shown(speculate)}")
+        raise ContractTypeError(f"speculate: expected 'lookup' or a model, got {shown(speculate)}")
     if speculate is model:
         raise ContractError("speculate: the model cannot draft for itself: it would write to its own pages")
     if speculate.num_states:

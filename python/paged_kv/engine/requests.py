@@ -229,7 +229,7 @@ def check_prompt(config: DecoderConfig, name: str, prompt: Any) -> tuple[int, ..
     except Exception:  # rows of several lengths; arrays of other libraries raise what they like
         array = np.empty((0, 0), np.float64)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ContractTypeError(f"{name} must be a list of token ids, integers below 2^63; a text needs a tokenizer")
+        raise ContractTypeError(f"{name}: expected a list of token ids, integers below 2^63; a text needs a tokenizer")
     outside = (array < 0) | (array >= config.vocab_size)
     if array.size == 0:
         raise ContractError(f"{name} is empty")

@@ -44,11 +44,11 @@ class Range:
 
     def check(self, name: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-            raise ContractTypeError(f"{name} must be a number, not {type(value).__name__}")
+            raise ContractTypeError(f"{name}: expected a number, got {type(value).__name__}")
         # Smaller floats of NumPy warn where they are compared with a number past their largest.
         number = value if isinstance(value, int) else float(value)
         if not self.least <= number <= self.most:
-            raise ContractError(f"{name} must be {self.words}, not {shown(value)}")
+            raise ContractError(f"{name}: expected {self.words}, got {shown(value)}")
         return float(number)
 
 
@@ -58,14 +58,14 @@ def _at_least(minimum: int, *, or_none: bool = False) -> Callable[[str, Any], in
 
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool | np.bool_):
-        raise ContractTypeError(f"{name} must be true or false, not {shown(value)}")
+        raise ContractTypeError(f"{name}: expected true or false, got {shown(value)}")
     return bool(value)
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:
     texts = (value,) if isinstance(value, str) else value
     if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
-        raise ContractTypeError(f"{name} must be a string or several, not {shown(value)}")
+        raise ContractTypeError(f"{name}: expected a string or several, got {shown(value)}")
     if not all(texts):
         raise ContractError(f"{name}: an empty text would end every sample")
     return tuple(texts)
@@ -73,7 +73,7 @@ def _texts(name: str, value: Any) -> tuple[str, ...]:
 
 def _tokens(name: str, value: Any) -> tuple[int, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise ContractTypeError(f"{name} must be a list of token ids, not {shown(value)}")
+        raise ContractTypeError(f"{name}: expected a list of token ids, got {shown(value)}")
     return tuple(integer(f"{name}: a token", token, 0) for token in value)
 
 
@@ -94,7 +94,7 @@ def _biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
 
 def _structure(name: str, value: Any) -> Structure | None:
     if not isinstance(value, JsonSchema | Regex | Grammar | None):
-        raise ContractTypeError(f"{name} must be a JsonSchema, a Regex or a Grammar, not {shown(value)}")
+        raise ContractTypeError(f"{name}: expected a JsonSchema, a Regex or a Grammar, got {shown(value)}")
     return value
 
 
@@ -411,7 +411,7 @@ def choose(logits: Logits, rows: Sequence[int], histories: Sequence[History]) ->
         ShapeError: `logits` is not of two dimensions with at least one column.
     """
     if logits.ndim != 2 or logits.shape[1] == 0:
-        raise ShapeError(f"logits must be [rows, vocabulary], not {list(logits.shape)}")
+        raise ShapeError(f"logits: expected [rows, vocabulary], got {list(logits.shape)}")
     each = [partial(_choose, logits[row], history) for row, history in zip(rows, histories, strict=True)]
     drawn = sum(history.sampling.temperature > 0 for history in histories)
     threads = min(drawn, os.cpu_count() or 1, drawn * logits.shape[1] // _ROWS_A_THREAD)

@@ -63,7 +63,7 @@ class Tokenizer:
             CheckpointError: the tokenizer fails on it, or gives a token that the model has no embedding for.
         """
         if not isinstance(prompt, str):
-            raise ContractTypeError(f"prompt must be a string, not {type(prompt).__name__}")
+            raise ContractTypeError(f"prompt: expected a string, got {type(prompt).__name__}")
         try:
             prompt.encode()
         except UnicodeEncodeError:

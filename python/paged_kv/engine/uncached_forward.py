@@ -49,7 +49,7 @@ def recompute(
         raise ContractError(f"config: only plain decoders are recomputed ({', '.join(unusual) or 'rope'})")
     ids = np.asarray(tokens)
     if ids.ndim != 1 or ids.size == 0 or ids.min() < 0 or ids.max() >= config.vocab_size:
-        raise ContractError(f"tokens must be a non-empty list of ids below vocab_size = {config.vocab_size}")
+        raise ContractError(f"tokens: expected a non-empty list of ids below vocab_size = {config.vocab_size}")
     eps = config.norm_eps
 
     def weight(name: str) -> Array:

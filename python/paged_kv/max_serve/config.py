@@ -89,6 +89,6 @@ def _source(model: MAXModelConfig, described: dict[str, Any]) -> Source:
         return gguf_source(files[0])
     if not files or any(file.suffix != ".safetensors" for file in files):
         several = ": name one with --weight-path" if any(file.suffix == ".gguf" for file in files) else ""
-        raise CheckpointError(f"{model.model_path}: weights must be safetensors files or one GGUF file{several}")
+        raise CheckpointError(f"{model.model_path}: weights: expected safetensors files or one GGUF file{several}")
     fields = Fields(Path(f"{model.model_path}/config.json"), described)
     return source_of(config_of(described, fields.file), fields, open_files(files))

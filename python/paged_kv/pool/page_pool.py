@@ -420,7 +420,7 @@ class PagePool:
         request = self._state.find(request_id)
         owned = request.owned_states()
         if slot is not None and slot not in owned:
-            raise ContractError(f"{name_of(request_id)}: slot must be one of its states {owned}, not {shown(slot)}")
+            raise ContractError(f"{name_of(request_id)}: slot: expected one of its states {owned}, got {shown(slot)}")
         with self._state:
             request.state, request.saves = slot, []
             self._state.states.release(owned - {slot})

@@ -110,7 +110,7 @@ class PrefixCache:
             if root is None:
                 root = self._namespaces.setdefault(name, Namespace(name))
         except Exception as error:  # its __hash__ or __eq__ may raise anything
-            raise ContractTypeError(f"namespace must be hashable, not {shown(name)}") from error
+            raise ContractTypeError(f"namespace: expected a hashable value, got {shown(name)}") from error
         return root
 
     def match(self, tokens: Sequence[int] | npt.NDArray[Any], namespace: Hashable = None) -> int:
@@ -381,5 +381,5 @@ def _checked_tokens(tokens: Any) -> npt.NDArray[np.int64]:
     except (ValueError, OverflowError, TypeError):
         array = np.empty((0, 0), np.float64)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu") or array.dtype == np.uint64:
-        raise ContractTypeError(f"tokens must be a list of integers below 2^63, not {shown(tokens)}")
+        raise ContractTypeError(f"tokens: expected a list of integers below 2^63, got {shown(tokens)}")
     return array.astype(np.int64)

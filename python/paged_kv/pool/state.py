@@ -103,7 +103,7 @@ class PoolState:
             return self.requests.get(request_id)
         except Exception as error:  # its __hash__ or __eq__ may raise anything
             raise ContractTypeError(
-                f"request_id must be hashable and comparable, not {shown(request_id)} of type"
+                f"request_id: expected a hashable, comparable value, got {shown(request_id)} of type"
                 f" {type(request_id).__name__}"
             ) from error
 

@@ -309,7 +309,7 @@ def _check_tensors(**tensors: Any) -> None:
         if type(tensor) is Tensor and _is_plain(tensor):
             continue
         if not isinstance(tensor, Tensor):
-            raise ContractTypeError(f"{name} must be a torch tensor, not {type(tensor).__name__}")
+            raise ContractTypeError(f"{name}: expected a torch tensor, got {type(tensor).__name__}")
         if not _is_plain(tensor):
             kind = "nested" if tensor.is_nested else "quantised" if tensor.is_quantized else str(tensor.layout)
             raise ContractTypeError(
@@ -332,7 +332,7 @@ def _checked_layer(layer: Any) -> int | None:
 def _check_q(q: Tensor) -> None:
     """The shapes of attention's results follow from that of q."""
     if q.dim() != 3:
-        raise ShapeError(f"q must have 3 dimensions, its shape is {tuple(q.shape)}")
+        raise ShapeError(f"q: expected 3 dimensions, got shape {tuple(q.shape)}")
 
 
 def _refuse_misplaced(**caches: Tensor | None) -> None:
@@ -433,7 +433,7 @@ def _fake_linear(x: Tensor, w: Tensor) -> Tensor:
     refuse_gradients(x=x, w=w)
     for name, tensor in (("x", x), ("w", w)):
         if tensor.dim() != 2:
-            raise ShapeError(f"{name} must have 2 dimensions, its shape is {tuple(tensor.shape)}")
+            raise ShapeError(f"{name}: expected 2 dimensions, got shape {tuple(tensor.shape)}")
     return x.new_empty((x.shape[0], w.shape[0]))
 
 

@@ -50,9 +50,9 @@ def check_ranks(k_cache: Tensor, v_cache: Tensor | None, layer: Any) -> None:
             both = (
                 " and no v_cache" if v_cache is None and layered else " where no v_cache is given" * (v_cache is None)
             )
-            raise ShapeError(f"{name} must have {rank} dimensions{layered}{both}, its shape is {tuple(cache.shape)}")
+            raise ShapeError(f"{name}: expected {rank} dimensions{layered}{both}, got shape {tuple(cache.shape)}")
     if v_cache is None and k_cache.shape[-5] != 2:
-        raise ShapeError(f"k_cache: dimension {rank - 5} must be 2 (K and V), its shape is {tuple(k_cache.shape)}")
+        raise ShapeError(f"k_cache: dimension {rank - 5}: expected 2 (K and V), got shape {tuple(k_cache.shape)}")
 
 
 def pages_of(k_cache: Tensor, v_cache: Tensor | None, layer: int | None) -> tuple[Tensor, Tensor]:
@@ -123,7 +123,7 @@ def check_caches(**caches: Tensor) -> None:
     """
     for name, cache in caches.items():
         if as_numpy(cache, name).ndim != 4:
-            raise ShapeError(f"{name} must have 4 dimensions, its shape is {tuple(cache.shape)}")
+            raise ShapeError(f"{name}: expected 4 dimensions, got shape {tuple(cache.shape)}")
 
 
 def gather(k_cache: Tensor, v_cache: Tensor, table: Table) -> tuple[Tensor, Tensor]:

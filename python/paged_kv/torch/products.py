@@ -53,11 +53,11 @@ def _checked(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     weight, rows = HOST.view(w, "w"), HOST.view(x, "x")
     check_dtype("w: dtype", weight.dtype)
     if weight.ndim != 2:
-        raise ShapeError(f"w must have 2 dimensions, its shape is {weight.shape}")
+        raise ShapeError(f"w: expected 2 dimensions, got shape {weight.shape}")
     if rows.dtype != weight.dtype:
         raise ContractTypeError(f"x: dtype {rows.dtype.name}, the weight's is {weight.dtype.name}")
     if rows.ndim != 2 or rows.shape[1] != weight.shape[1]:
-        raise ShapeError(f"x must be [M, {weight.shape[1]}] for this weight, its shape is {rows.shape}")
+        raise ShapeError(f"x: expected [M, {weight.shape[1]}] for this weight, got shape {rows.shape}")
     for view, name in ((rows, "x"), (weight, "w")):
         if view.size > _MOST_EXPANDED and 0 in view.strides:
             raise ShapeError(f"{name} is expanded to over 2^28 elements, its shape is {view.shape}")

@@ -128,7 +128,7 @@ class PagedCache(Cache):  # type: ignore[misc] # transformers has no types
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last `-tokens_to_remove` tokens; 0 removes none."""
         if tokens_to_remove > 0:
-            raise ValueError(f"tokens_to_remove must not be positive, it is {tokens_to_remove}")
+            raise ValueError(f"tokens_to_remove: expected a number of at most 0, got {tokens_to_remove}")
         super().crop(tokens_to_remove)
         self.table.crop(self.get_seq_length())
         self._step = None
