@@ -82,7 +82,7 @@ def _biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
         pairs = [(token, bias) for token, bias in (value.items() if isinstance(value, Mapping) else value)]
     except (TypeError, ValueError):
         raise ContractTypeError(f"{name} must map token ids to numbers, not {shown(value)}") from None
-    number = Range("from -100 to 100", -100, 100)
+    number = Range("a number from -100 to 100", -100, 100)
     biases = {}
     for key, bias in pairs:
         # The keys of a JSON object are texts.
@@ -146,7 +146,7 @@ class Sampling:
     """0 takes the most likely token, the lowest id among equals; otherwise logits are divided by it."""
     top_p: float = field(
         default=1.0,
-        metadata=_number(Range("above 0 and at most 1", most=1), "Nucleus sampling.", of_model=True),
+        metadata=_number(Range("a number above 0 and at most 1", most=1), "Nucleus sampling.", of_model=True),
     )
     """Keeps the smallest set of most likely tokens whose probabilities sum to at least this."""
     seed: int | None = field(
@@ -181,7 +181,9 @@ class Sampling:
     min_p: float = field(
         default=0.0,
         metadata=_number(
-            Range("from 0 to 1", 0, 1), "Keep tokens with this share of the largest probability.", of_model=True
+            Range("a number from 0 to 1", 0, 1),
+            "Keep tokens with this share of the largest probability.",
+            of_model=True,
         ),
     )
     """Keeps tokens that are at least so many times as likely as the most likely one."""
@@ -192,12 +194,14 @@ class Sampling:
     """Logits of tokens that the prompt or the sample has are divided by it where positive, else multiplied by it."""
     presence_penalty: float = field(
         default=0.0,
-        metadata=_number(Range("from -2 to 2", -2, 2), "On tokens after the prompt."),
+        metadata=_number(Range("a number from -2 to 2", -2, 2), "On tokens after the prompt."),
     )
     """Is subtracted from the logits of the sample's new tokens; the prompt does not count."""
     frequency_penalty: float = field(
         default=0.0,
-        metadata=_number(Range("from -2 to 2", -2, 2), "On tokens after the prompt, each time that they came."),
+        metadata=_number(
+            Range("a number from -2 to 2", -2, 2), "On tokens after the prompt, each time that they came."
+        ),
     )
     """The same, for each time that the token came."""
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = field(
@@ -245,7 +249,7 @@ class Sampling:
     computed, whatever of it is in the cache."""
     typical_p: float = field(
         default=1.0,
-        metadata=_number(Range("above 0 and at most 1", most=1), "Locally typical sampling.", of_model=True),
+        metadata=_number(Range("a number above 0 and at most 1", most=1), "Locally typical sampling.", of_model=True),
     )
     """Keeps the tokens whose log-probabilities are nearest to their mean, the fewest that sum to at least this, and all
     that are as near as the last of them."""
