@@ -199,7 +199,7 @@ def test_an_engine_that_is_killed_while_it_loads_is_not_started_for_ever(tmp_pat
 @pytest.mark.usefixtures("cluster")
 def test_what_is_wrong_with_a_dataset_is_said(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n')
-    with pytest.raises(ContractError, match="no column 'id'; it has prompt"):
+    with pytest.raises(ContractError, match="expected a column 'id', got prompt"):
         generate(tmp_path / "in.jsonl", "demo", tmp_path / "out")
     with pytest.raises(ContractError, match="dataset: expected a file or folder of JSON lines"):
         generate(tmp_path / "none", "demo", tmp_path / "out", sampling=Sampling(3))
