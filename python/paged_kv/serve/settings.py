@@ -81,7 +81,7 @@ class Settings:
         for name in ("memory_gb", "max_gap", "kv_disk_gb", "drain_seconds", "stall_seconds"):
             value = getattr(self, name)
             if value is not None and not 0 < value < 1e9:
-                raise ContractError(f"{_flag(name)}: expected above 0 and below 10^9, got {value}")
+                raise ContractError(f"{_flag(name)}: expected a number above 0 and below 10^9, got {value}")
         if self.pages is not None and self.memory_gb is not None:
             raise ContractError("--pages, --memory-gb: expected one of them, got both")
         if self.profile and self.speculate is not None:
