@@ -116,10 +116,10 @@ def find_family(fields: Fields) -> Family:
         types = {family.model_type: family for family in FAMILIES.values()}
         kind = fields.get("model_type")
         if not isinstance(kind, str) or kind not in types:
-            raise fields.error("model_type", f"none of {', '.join(types)}")
+            raise fields.error("model_type", f"expected one of {', '.join(types)}")
         return types[kind]
     for name in names if isinstance(names, list) else ():
         if isinstance(name, str) and name in FAMILIES:
             return FAMILIES[name]
     supported = ", ".join(name.removesuffix(_USUAL) for name in FAMILIES)
-    raise fields.error("architectures", f"none of {supported}, most with {_USUAL}")
+    raise fields.error("architectures", f"expected one of {supported}, most with {_USUAL}")

@@ -11,7 +11,7 @@ from paged_kv.graphs.models.fields import Fields
 
 
 def read(fields: Fields) -> DecoderConfig:
-    fields.refuse("use_qk_norm", "is not supported")
+    fields.refuse("use_qk_norm", "not supported")
     return read_cohere(fields, theta=500000.0)
 
 

@@ -332,11 +332,11 @@ def read_config(fields: Fields, eps_key: str = "rms_norm_eps", **switches: Any) 
     # A missing head_dim is hidden_size / num_attention_heads, which must be an integer.
     head_dim = fields.integer("head_dim", default=hidden // heads)
     if fields.get("head_dim") is None and hidden % heads:
-        raise fields.error("hidden_size", f"no multiple of num_attention_heads = {heads}, and there is no head_dim")
+        raise fields.error("hidden_size", f"expected a multiple of num_attention_heads = {heads} without head_dim")
     if heads % kv_heads:
-        raise fields.error("num_key_value_heads", f"does not divide num_attention_heads = {heads}", kv_heads)
+        raise fields.error("num_key_value_heads", f"expected a divisor of num_attention_heads = {heads}", kv_heads)
     if not is_head_dim(head_dim):
-        problem = f"must be a multiple of {HEAD_DIM_MULTIPLE} and at most {MAX_HEAD_DIM}"
+        problem = f"expected a multiple of {HEAD_DIM_MULTIPLE} and at most {MAX_HEAD_DIM}"
         raise fields.error("head_dim", problem, head_dim)
     if fields.get("quantization_config") is not None:
         raise fields.error("quantization_config", "quantized checkpoints are not supported")
@@ -387,7 +387,7 @@ def read_windows(fields: Fields, default: Sequence[bool] | None = None) -> tuple
         windowed = [True] * layers if default is None else list(default)
     else:
         if not isinstance(types, list) or len(types) != layers:
-            raise fields.error("layer_types", f"a list of num_hidden_layers = {layers} is expected")
+            raise fields.error("layer_types", f"expected a list of num_hidden_layers = {layers}")
         kinds = {"full_attention": False, "sliding_attention": True}
         windowed = [Fields(fields.file, {"layer_types": kind}).one_of("layer_types", kinds) for kind in types]
     return tuple(window if narrow else -1 for narrow in windowed) if any(windowed) else ()
@@ -401,7 +401,7 @@ def read_rotated(fields: Fields) -> tuple[bool, ...]:
         return tuple((index + 1) % interval != 0 for index in range(layers))
     valid = isinstance(flags, list) and all(type(each) is int and each in (0, 1) for each in flags)
     if not valid or len(flags) != layers:
-        raise fields.error("no_rope_layers", f"a list of num_hidden_layers = {layers} numbers 0 and 1 is expected")
+        raise fields.error("no_rope_layers", f"expected a list of num_hidden_layers = {layers} numbers 0 and 1")
     return tuple(each == 1 for each in flags)
 
 
@@ -426,11 +426,11 @@ def read_rope(fields: Fields, head_dim: int, layer_type: str | None = None, thet
     if rope is not None and rope.get("rope_type") == "proportional":
         scaling = Proportional(int(part * head_dim // 2), rope.number("factor", 1.0, *_STRETCH))
         if not 0 < scaling.pairs <= head_dim // 2:
-            raise rope.error("partial_rotary_factor", f"must leave some of head_dim = {head_dim}", part)
+            raise rope.error("partial_rotary_factor", f"expected some of head_dim = {head_dim}", part)
         return Rope(head_dim, theta, scaling)
     dims = int(head_dim * part)
     if not 0 < dims <= head_dim or dims % 2:
-        raise fields.error("partial_rotary_factor", f"must leave an even number of head_dim = {head_dim}", part)
+        raise fields.error("partial_rotary_factor", f"expected an even part of head_dim = {head_dim}", part)
     return Rope(dims, theta, None if rope is None else _scaling(fields, rope, dims, layer_type))
 
 
@@ -452,7 +452,7 @@ def rope_section(fields: Fields, layer_type: str | None = None, theta: float = 1
     if layer_type is not None:
         part = parameters.section(layer_type)
         if part is None and not any(parameters.section(kind) for kind in _LAYER_TYPES):
-            raise fields.error("rope_parameters", f"has no {layer_type}: each type of layer has a rotation here")
+            raise fields.error("rope_parameters", f"expected {layer_type} too: each type of layer has a rotation here")
         changed = dict(part.values) if part is not None else {}
         if scaling is not None and layer_type == "full_attention":
             changed |= scaling.values
@@ -493,7 +493,7 @@ def _scaling(fields: Fields, rope: Fields, dims: int, layer_type: str | None) ->
         return None
     kinds = ("default", "dynamic", "linear", "llama3", "yarn", "longrope")
     if kind not in kinds:
-        raise rope.error(key, f"only {', '.join(kinds)} are supported")
+        raise rope.error(key, f"expected {' or '.join(kinds)}")
 
     positions = fields.integer("max_position_embeddings")
     # As in transformers, what stands outside of the object counts first, but not where layers have rotations by type.
@@ -501,7 +501,7 @@ def _scaling(fields: Fields, rope: Fields, dims: int, layer_type: str | None) ->
     source = fields if outside else rope
     context = source.integer("original_max_position_embeddings", default=positions)
     if context < 2:
-        raise source.error("original_max_position_embeddings", "at least 2 is expected", context)
+        raise source.error("original_max_position_embeddings", "expected at least 2", context)
     if kind == "longrope":
         factor = rope.number("factor", positions / context, *_STRETCH)
         sharpening = LongRope.sharpening(factor, context)
@@ -518,7 +518,7 @@ def _scaling(fields: Fields, rope: Fields, dims: int, layer_type: str | None) ->
         return Yarn(factor, context, sharpening, fast, slow, rope.boolean("truncate", default=True))
     low, high = (rope.number(f"{name}_freq_factor", None, *_STRETCH) for name in ("low", "high"))
     if high <= low:
-        raise rope.error("high_freq_factor", f"must be above low_freq_factor = {low:g}")
+        raise rope.error("high_freq_factor", f"expected more than low_freq_factor = {low:g}")
     return Llama3(factor, low, high, context)
 
 
@@ -526,5 +526,5 @@ def _dtype(fields: Fields) -> str | None:
     key = "torch_dtype" if fields.get("dtype") is None else "dtype"
     dtype = fields.get(key)
     if dtype is not None and dtype not in Q_DTYPES:
-        raise fields.error(key, 'only "float32", "bfloat16" and "float16" are supported')
+        raise fields.error(key, 'expected "float32", "bfloat16" or "float16"')
     return None if dtype is None else str(dtype)

@@ -20,7 +20,7 @@ MAX_ROPE_DIM = 64
 def read(fields: Fields) -> DecoderConfig:
     # DeepSeek's own code divides the weights of the chosen experts by their sum, transformers does not; no published
     # model sets it.
-    fields.refuse("norm_topk_prob", "is not supported")
+    fields.refuse("norm_topk_prob", "not supported")
     return read_latent_model(fields.with_defaults(first_k_dense_replace=0, n_shared_experts=2))
 
 
@@ -29,9 +29,9 @@ def read_latent_model(fields: Fields, **routing: Any) -> DecoderConfig:
     latent = _latent(fields)
     heads = fields.integer("num_attention_heads")
     if fields.integer("num_key_value_heads", default=heads) != heads:
-        raise fields.error("num_key_value_heads", f"must be num_attention_heads = {heads}")
+        raise fields.error("num_key_value_heads", f"expected num_attention_heads = {heads}")
     for key in ("attention_bias", "mlp_bias"):
-        fields.refuse(key, "is not supported for this family")
+        fields.refuse(key, "not supported for this family")
     rope = read_rope(fields, latent.rope_dim)
     head_dim = latent.nope_dim + latent.rope_dim
     # What transformers saves as head_dim is the rotated part alone.
@@ -62,7 +62,7 @@ def _latent(fields: Fields) -> LatentSizes:
             name, MAX_HEAD_DIM
         )
         if size % HEAD_DIM_MULTIPLE or size > most:
-            raise fields.error(name, f"must be a multiple of {HEAD_DIM_MULTIPLE} and at most {most}", size)
+            raise fields.error(name, f"expected a multiple of {HEAD_DIM_MULTIPLE} and at most {most}", size)
     kv_rank, nope_dim, rope_dim, v_dim = sizes.values()
     return LatentSizes(
         q_rank=fields.integer("q_lora_rank", default=1536) if has_q_rank else None,
@@ -79,7 +79,7 @@ def _experts(fields: Fields, **routing: Any) -> Experts | None:
     if first >= layers:
         return None
     if fields.integer("moe_layer_freq", default=1) != 1:
-        raise fields.error("moe_layer_freq", "only 1 is supported: experts in every layer from the first on")
+        raise fields.error("moe_layer_freq", "expected 1: experts in every layer from the first on")
     shared_inner = fields.integer("moe_intermediate_size") * fields.integer("n_shared_experts")
     mixtures = [index >= first for index in range(layers)]
     return read_experts(fields, mixtures, count_keys=COUNT_KEYS[:1], shared_inner=shared_inner, **routing)
@@ -91,7 +91,7 @@ def _sharpening(fields: Fields, rope: Rope) -> float:
         return 1.0
     section = rope_section(fields)
     if not isinstance(rope.scaling, Yarn) or section is None:
-        raise fields.error("rope_scaling", 'only "yarn" is supported for this family')
+        raise fields.error("rope_scaling", 'expected "yarn" for this family')
     if section.get("mscale_all_dim") in (None, 0):
         return 1.0
     return Yarn.grown(rope.scaling.factor, section.number("mscale_all_dim"))

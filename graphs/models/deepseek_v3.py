@@ -11,7 +11,7 @@ from paged_kv.graphs.models.fields import Fields
 def read(fields: Fields) -> DecoderConfig:
     fields = fields.with_missing(rope_interleave=True, norm_topk_prob=True)
     if not fields.boolean("rope_interleave"):
-        raise fields.error("rope_interleave", "only true is supported: rotated pairs are adjacent elements")
+        raise fields.error("rope_interleave", "expected true: rotated pairs are adjacent elements")
     fields = fields.with_defaults(
         first_k_dense_replace=3, n_shared_experts=1, n_group=8, topk_group=4, routed_scaling_factor=2.5
     )

@@ -32,7 +32,7 @@ def read(fields: Fields) -> DecoderConfig:
         shared_inner=inner * fields.integer("moe_num_shared_experts", default=2, least=0),
     )
     if experts is not None and fields.number("moe_norm_min", 1e-12, 0.0) > experts.chosen / experts.count:
-        raise fields.error("moe_norm_min", "greater than the least sum of the chosen scores: is not supported")
+        raise fields.error("moe_norm_min", "expected at most the least sum of the chosen scores")
     return replace(ernie4_5.read(fields), experts=experts)
 
 

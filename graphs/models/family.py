@@ -202,5 +202,5 @@ class Family:
         if not rotates_a_part and config.latent is None and not self.unread:
             head_dims = {config.heads_of(layer)[1] for layer in range(config.num_hidden_layers)}
             if any(rope is not None and rope.dims not in head_dims for rope in (config.rope, config.local_rope)):
-                raise fields.error("partial_rotary_factor", f"{self.architecture} rotates whole heads")
+                raise fields.error("partial_rotary_factor", f"expected 1: {self.architecture} rotates whole heads")
         return config

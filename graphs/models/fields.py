@@ -45,7 +45,7 @@ class Fields:
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{file}: not readable as JSON: {error}") from None
         if not isinstance(values, dict):
-            raise CheckpointError(f"{file}: a JSON object is expected, found {type(values).__name__}")
+            raise CheckpointError(f"{file}: expected a JSON object, got {type(values).__name__}")
         return cls(file, values)
 
     def with_defaults(self, **values: object) -> Fields:
@@ -60,9 +60,8 @@ class Fields:
     def error(self, key: str, problem: str, value: object = None) -> CheckpointError:
         """`value` is the one to show where it is a default, not in the file."""
         value = self.get(key) if value is None else value
-        return CheckpointError(
-            f"{self.file}: {self.prefix}{key} = {printable(json.dumps(value, default=repr))}: {problem}"
-        )
+        shown = printable(json.dumps(value, default=repr))
+        return CheckpointError(f"{self.file}: {self.prefix}{key}: {problem}, got {shown}")
 
     def get(self, key: str) -> Any:
         return self.values.get(key)
@@ -72,7 +71,7 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise self.error(key, "an object is expected")
+            raise self.error(key, "expected an object")
         return Fields(self.file, value, f"{self.prefix}{key}.")
 
     def integer(self, key: str, default: int | None = None, most: int = MAX_SIZE, least: int = 1) -> int:
@@ -80,9 +79,9 @@ class Fields:
         value = self._value(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             expected = "a positive integer" if least == 1 else f"an integer from {least} on"
-            raise self.error(key, f"{expected} is expected", value)
+            raise self.error(key, f"expected {expected}", value)
         if value > most:
-            raise self.error(key, f"at most {most} is supported", value)
+            raise self.error(key, f"expected at most {most}", value)
         return value
 
     def layers(self) -> int:
@@ -96,31 +95,31 @@ class Fields:
         value = self._value(key, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not (0 < value < math.inf or value == least):
-            raise self.error(key, f"a {'positive number' if least else 'number from 0 on'} is expected", value)
+            raise self.error(key, f"expected a {'positive number' if least else 'number from 0 on'}", value)
         if not least <= value <= most:
-            raise self.error(key, f"a number from {least:g} to {most:g} is expected", value)
+            raise self.error(key, f"expected a number from {least:g} to {most:g}", value)
         return float(value)
 
     def numbers(self, key: str, count: int, least: float = MIN_NUMBER, most: float = MAX_NUMBER) -> tuple[float, ...]:
         """A list of `count` positive numbers from `least` to `most`."""
         values = self._value(key, None)
         if not isinstance(values, list) or len(values) != count:
-            raise self.error(key, f"a list of {count} positive numbers is expected")
+            raise self.error(key, f"expected a list of {count} positive numbers")
         return tuple(Fields(self.file, {key: value}, self.prefix).number(key, None, least, most) for value in values)
 
     def boolean(self, key: str, default: bool = False) -> bool:
         """True or false."""
         value = self._value(key, default)
         if not isinstance(value, bool):
-            raise self.error(key, "true or false is expected")
+            raise self.error(key, "expected true or false")
         return value
 
     def one_of(self, key: str, choices: Mapping[str, Any]) -> Any:
         """Return what `choices` has for the value; for the first of them where it is missing."""
         value = self._value(key, next(iter(choices)))
         if not isinstance(value, str) or value not in choices:
-            listed = " and ".join(f'"{choice}"' for choice in choices)
-            raise self.error(key, f"only {listed} {'is' if len(choices) == 1 else 'are'} supported")
+            listed = " or ".join(f'"{choice}"' for choice in choices)
+            raise self.error(key, f"expected {listed}")
         return choices[value]
 
     def tokens(self, key: str, vocab_size: int) -> tuple[int, ...]:
@@ -131,7 +130,7 @@ class Fields:
         ids = value if isinstance(value, list) else [value]
         for token in ids:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-                raise self.error(key, f"token ids from 0 to vocab_size - 1 = {vocab_size - 1} are expected")
+                raise self.error(key, f"expected token ids from 0 to vocab_size - 1 = {vocab_size - 1}")
         return tuple(ids)
 
     def refuse(self, key: str, problem: str) -> None:

@@ -13,7 +13,7 @@ CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 
 
 def read(fields: Fields) -> DecoderConfig:
-    fields.refuse("use_bidirectional_attention", "is not supported")
+    fields.refuse("use_bidirectional_attention", "not supported")
     bias = fields.boolean("attention_bias")
     # Null is no cap and no window; a key that is missing has its default.
     fields = Fields(fields.file, {"sliding_window": 4096, **CAPS, **fields.values}, fields.prefix)

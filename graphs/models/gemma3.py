@@ -12,7 +12,7 @@ from paged_kv.graphs.models.fields import Fields
 
 def read(fields: Fields) -> DecoderConfig:
     for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
-        fields.refuse(key, "is not supported")
+        fields.refuse(key, "not supported")
     bias = fields.boolean("attention_bias")
     fields = fields.with_defaults(head_dim=256, sliding_window=4096)
     layers = fields.layers()

@@ -39,7 +39,7 @@ _HEADS = ("head_dim", "num_key_value_heads")
 def read(fields: Fields) -> DecoderConfig:
     fields = fields.with_defaults(**_DEFAULTS)
     if fields.get("use_bidirectional_attention") not in (None, "vision"):  # of images alone
-        raise fields.error("use_bidirectional_attention", "is not supported")
+        raise fields.error("use_bidirectional_attention", "not supported")
     fields.refuse("rope_scaling", "each type of layer has its rotation in rope_parameters")
     layers, bias = fields.layers(), fields.boolean("attention_bias")
     types = fields.get("layer_types")
@@ -50,7 +50,7 @@ def read(fields: Fields) -> DecoderConfig:
     shared = fields.integer("num_kv_shared_layers", default=0, least=0, most=layers - 1)
     own, kinds = set(windows[: layers - shared]), set(windows)
     if own != kinds:
-        raise fields.error("num_kv_shared_layers", "each kind of layer must have one with K and V of its own", shared)
+        raise fields.error("num_kv_shared_layers", "expected a layer of each kind with its own K and V", shared)
     size = fields.integer("hidden_size_per_layer_input", default=256, least=0)
     config = read_config(
         fields,
@@ -91,10 +91,10 @@ def _full_heads(fields: Fields, windows: tuple[int, ...]) -> FullHeads:
         of_layer = by_layer.section(str(layer))
         sizes = usual if of_layer is None else [of_layer.integer(*pair) for pair in zip(_HEADS, usual, strict=True)]
         if window >= 0 and sizes != usual:
-            raise by_layer.error(str(layer), "a layer with a window has the heads of all others")
+            raise by_layer.error(str(layer), "expected the heads of all layers, as it has a window")
         full_sizes |= {tuple(sizes)} if window < 0 else set()
     if len(full_sizes) != 1:
-        raise fields.error("per_layer_config", "all layers without a window must have the same heads")
+        raise fields.error("per_layer_config", "expected the same heads in all layers without a window")
     ((head_dim, heads),) = full_sizes
     return FullHeads(kv_heads=heads, head_dim=head_dim, value_is_key=is_key)
 

@@ -71,10 +71,10 @@ def _has_mxfp4(fields: Fields) -> bool:
     if quantised is None:
         return False
     if quantised.get("quant_method") != "mxfp4":
-        raise quantised.error("quant_method", 'only "mxfp4" is supported')
+        raise quantised.error("quant_method", 'expected "mxfp4"')
     for key in ("hidden_size", "intermediate_size"):
         if fields.integer(key) % block_elements("MXFP4"):
-            raise fields.error(key, f"no multiple of {block_elements('MXFP4')}, the values of an MXFP4 block")
+            raise fields.error(key, f"expected a multiple of {block_elements('MXFP4')}, the values of an MXFP4 block")
     return True
 
 

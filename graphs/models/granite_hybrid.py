@@ -68,7 +68,7 @@ def _dt_range(fields: Fields) -> tuple[float, float]:
         least, most = (math.inf if limit in _INFINITIES else limit for limit in limits)
         if all(isinstance(limit, int | float) for limit in (least, most)) and 0 <= least <= most and least < math.inf:
             return float(least), float(most)
-    raise fields.error("time_step_limit", "two numbers from 0 on are expected, the first no greater than the second")
+    raise fields.error("time_step_limit", "expected two numbers from 0 on, the first no greater than the second")
 
 
 def of_metadata(values: Mapping[str, Any], number: Number) -> dict[str, Any]:

@@ -19,7 +19,7 @@ def read(fields: Fields) -> DecoderConfig:
     if fields.get("layer_types") is None and attending is not None:
         valid = isinstance(attending, list) and all(type(each) is int and 0 <= each < layers for each in attending)
         if not valid:
-            raise fields.error("full_attn_idxs", f"a list of layers below num_hidden_layers = {layers} is expected")
+            raise fields.error("full_attn_idxs", f"expected a list of layers below num_hidden_layers = {layers}")
         types = ["full_attention" if index in attending else "conv" for index in range(layers)]
         fields = fields.with_defaults(layer_types=types)
     fields = fields.with_defaults(layer_types=["full_attention"] * layers)

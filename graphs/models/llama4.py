@@ -55,7 +55,7 @@ def _mixtures(fields: Fields) -> list[bool]:
         step = fields.integer("interleave_moe_layer_step", default=1)
         return [(index + 1) % step == 0 for index in range(layers)]
     if not isinstance(mixtures, list) or not all(type(each) is int and 0 <= each < layers for each in mixtures):
-        raise fields.error("moe_layers", f"a list of layers below num_hidden_layers = {layers} is expected")
+        raise fields.error("moe_layers", f"expected a list of layers below num_hidden_layers = {layers}")
     return [index in mixtures for index in range(layers)]
 
 
@@ -64,7 +64,7 @@ def _chunked(fields: Fields, rotates: tuple[bool, ...]) -> list[bool]:
     if kinds is None:
         return list(rotates)
     if not isinstance(kinds, list) or len(kinds) != len(rotates):
-        raise fields.error("layer_types", f"a list of num_hidden_layers = {len(rotates)} is expected")
+        raise fields.error("layer_types", f"expected a list of num_hidden_layers = {len(rotates)}")
     return [Fields(fields.file, {"layer_types": kind}).one_of("layer_types", chunked) for kind in kinds]
 
 

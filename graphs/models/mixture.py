@@ -96,15 +96,15 @@ def read_experts(
     count, chosen = fields.integer(present[0]), fields.integer("num_experts_per_tok")
     for key in COUNT_KEYS:  # to transformers, most are other names of one number
         if fields.get(key) not in (None, count):
-            raise fields.error(key, f"differs from {present[0]} = {count}")
+            raise fields.error(key, f"expected {present[0]} = {count}")
     groups = fields.integer("n_group") if limited else 1
     chosen_groups = fields.integer("topk_group", most=groups) if limited else 1
     if count % groups:
-        raise fields.error("n_group", f"does not divide {present[0]} = {count}")
+        raise fields.error("n_group", f"expected a divisor of {present[0]} = {count}")
     if sigmoid and count == groups:
-        raise fields.error("n_group", "groups of one expert have no second greatest score")
+        raise fields.error("n_group", "expected groups of several experts, of which two give the score")
     if chosen > count // groups * chosen_groups:
-        problem = f"more than the {count // groups * chosen_groups} experts that a token chooses from"
+        problem = f"expected at most the {count // groups * chosen_groups} experts that a token chooses from"
         raise fields.error("num_experts_per_tok", problem)
     return Experts(
         count=count,

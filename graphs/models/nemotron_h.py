@@ -22,11 +22,11 @@ def read(fields: Fields) -> DecoderConfig:
     kinds = _kinds(fields)
     fields = fields.with_defaults(num_hidden_layers=len(kinds), head_dim=128, num_key_value_heads=8, n_group=1)
     if fields.layers() != len(kinds):
-        raise fields.error("num_hidden_layers", f"differs from the {len(kinds)} layers that are named")
+        raise fields.error("num_hidden_layers", f"expected the {len(kinds)} layers that are named")
     fields.one_of("mlp_hidden_act", {"relu2": None})
     fields.one_of("mamba_hidden_act", {"silu": None})
     fields.refuse("moe_latent_size", "experts of a latent are not supported")
-    fields.refuse("sliding_window", "is not supported")
+    fields.refuse("sliding_window", "not supported")
     mixtures = [kind == "moe" for kind in kinds]
     experts = None
     if any(mixtures):
@@ -73,7 +73,7 @@ def _kinds(fields: Fields) -> list[str]:
     key = key or "hybrid_override_pattern"
     valid = isinstance(kinds, list | str) and 0 < len(kinds) <= MAX_LAYERS and all(each in names for each in kinds)
     if not valid:
-        raise fields.error(key, f"a layer each of {', '.join(names)} is expected")
+        raise fields.error(key, f"expected a layer each of {', '.join(names)}")
     return [names[each] for each in kinds]
 
 

@@ -9,7 +9,7 @@ from paged_kv.graphs.models.mixture import read_experts
 
 
 def read(fields: Fields) -> DecoderConfig:
-    fields.refuse("clip_qkv", "is not supported")
+    fields.refuse("clip_qkv", "not supported")
     bias = fields.boolean("attention_bias")
     sums_to_one = fields.boolean("norm_topk_prob")
     layers = [True] * fields.layers()

@@ -15,7 +15,7 @@ _THETA = 1e6
 def read(fields: Fields) -> DecoderConfig:
     fields = fields.with_defaults(num_local_experts=16, num_experts_per_tok=2)
     if fields.integer("num_experts_per_tok") != 2:
-        raise fields.error("num_experts_per_tok", "only 2 is supported")
+        raise fields.error("num_experts_per_tok", "expected 2")
     experts = read_experts(
         fields,
         [True] * fields.layers(),
@@ -44,7 +44,7 @@ def _sharpened(fields: Fields) -> Fields:
         return fields
     short, long = (rope.number(f"{name}_mscale") for name in ("short", "long"))
     if short != long:
-        raise rope.error("long_mscale", f"only that of short texts, short_mscale = {short:g}, is supported")
+        raise rope.error("long_mscale", f"expected that of short texts, short_mscale = {short:g}")
     changed = {"rope_parameters": {**rope.values, "attention_factor": short}, "rope_scaling": None}
     changed["original_max_position_embeddings"] = None  # that of the rotation counts
     return Fields(fields.file, {**fields.values, **changed}, fields.prefix)

@@ -22,7 +22,7 @@ def mixtures(fields: Fields) -> list[bool]:
     layers, step = fields.layers(), fields.integer("decoder_sparse_step", default=1)
     dense = fields.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(index) is int and 0 <= index < layers for index in dense):
-        raise fields.error("mlp_only_layers", f"a list of layers from 0 to {layers - 1} is expected")
+        raise fields.error("mlp_only_layers", f"expected a list of layers from 0 to {layers - 1}")
     return [(index + 1) % step == 0 and index not in dense for index in range(layers)]
 
 

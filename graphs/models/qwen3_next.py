@@ -64,7 +64,7 @@ def read_gated_delta(fields: Fields, *, experts: Experts | None, fused: bool) ->
     key_heads, heads = (fields.integer(f"linear_num_{kind}_heads") for kind in ("key", "value"))
     key_dim, value_dim = (fields.integer(f"linear_{kind}_head_dim") for kind in ("key", "value"))
     if heads % key_heads:
-        raise fields.error("linear_num_value_heads", f"no multiple of linear_num_key_heads = {key_heads}")
+        raise fields.error("linear_num_value_heads", f"expected a multiple of linear_num_key_heads = {key_heads}")
     fields.one_of("hidden_act", {"silu": "silu"})
     if not fields.boolean("attn_output_gate", default=True):
         raise fields.error("attn_output_gate", "attention without a gate is not supported")

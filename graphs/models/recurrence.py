@@ -130,6 +130,6 @@ def read_layer_types(
         interval = fields.integer("full_attention_interval", default=4)
         return tuple((index + 1) % interval != 0 for index in range(layers))
     if not isinstance(types, list) or len(types) != layers:
-        raise fields.error("layer_types", f"a list of num_hidden_layers = {layers} is expected")
+        raise fields.error("layer_types", f"expected a list of num_hidden_layers = {layers}")
     choices = dict.fromkeys(recurrent, True) | dict.fromkeys(attention, False)
     return tuple(Fields(fields.file, {"layer_types": kind}).one_of("layer_types", choices) for kind in types)

@@ -11,7 +11,7 @@ from paged_kv.graphs.models.fields import Fields
 
 
 def read(fields: Fields) -> DecoderConfig:
-    fields.refuse("qk_layernorm", "is not supported")
+    fields.refuse("qk_layernorm", "not supported")
     fields = fields.with_defaults(partial_rotary_factor=0.25, layer_norm_eps=1e-5)
     heads = fields.integer("num_attention_heads")
     return read_config(

@@ -28,7 +28,7 @@ _IMAGES = tuple(f"{at}{part}." for at in ("", "model.") for part in _PARTS)
 def _read(fields: Fields, families: tuple[Family, ...], **defaults: object) -> DecoderConfig:
     text = fields.section("text_config")
     if text is None:
-        raise fields.error("text_config", "the text model's configuration is expected")
+        raise fields.error("text_config", "expected the text model's configuration")
     kind = text.one_of("model_type", {family.model_type: family for family in families})
     outer = {key: fields.get(key) for key in _OUTER if fields.get(key) is not None}
     config: DecoderConfig = kind.config_of(text.with_defaults(**{**defaults, **outer}))

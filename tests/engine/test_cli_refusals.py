@@ -114,8 +114,11 @@ def test_bad_configurations(refuse, copy):
     config = copy / "config.json"
     good = config.read_text()
     for change, words in (
-        ({"architectures": ["BloomForCausalLM"]}, ["architectures", "BloomForCausalLM", "none of Llama, Mistral"]),
-        ({"head_dim": 12}, ["head_dim = 12"]),
+        (
+            {"architectures": ["BloomForCausalLM"]},
+            ["architectures", "BloomForCausalLM", "expected one of Llama, Mistral"],
+        ),
+        ({"head_dim": 12}, ["head_dim: expected", "got 12"]),
         ({"vocab_size": 200, "eos_token_id": 1, "bos_token_id": 1}, ["vocab"]),
         ({"hidden_act": "gelu"}, ["hidden_act"]),
     ):

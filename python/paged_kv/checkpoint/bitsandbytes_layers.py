@@ -159,7 +159,7 @@ def bitsandbytes(fields: Fields) -> FourBits | EightBits:
     """The layers of a `quantization_config` of "bitsandbytes"."""
     four, eight = fields.boolean("load_in_4bit", False), fields.boolean("load_in_8bit", False)
     if four == eight:
-        raise fields.error("load_in_4bit", "one of load_in_4bit and load_in_8bit is expected")
+        raise fields.error("load_in_4bit", "expected one of load_in_4bit and load_in_8bit")
     if eight:
         return EightBits()
     fields.one_of("bnb_4bit_quant_storage", {"uint8": None})

@@ -121,7 +121,7 @@ def compressed_float4(weights: Fields, *, powers: bool) -> Float4Packing:
     expected = {"num_bits": 4, "group_size": 32 if powers else 16}
     for key, number in expected.items():
         if weights.integer(key) != number:
-            raise weights.error(key, f"only {number} is supported")
+            raise weights.error(key, f"expected {number}")
     if not weights.boolean("symmetric", True):
         raise weights.error("symmetric", "float4 with zeros is not supported")
     if powers:

@@ -95,7 +95,7 @@ def compressed_float8(weights: Fields) -> Float8Packing:
     """compressed-tensors' `format` "float-quantized"; `weights` are of its one group."""
     weights.one_of("type", {"float": None})
     if weights.integer("num_bits") != 8:
-        raise weights.error("num_bits", "only 8 is supported")
+        raise weights.error("num_bits", "expected 8")
     if not weights.boolean("symmetric", True):
         raise weights.error("symmetric", "float8 with zeros is not supported")
     strategy = weights.one_of("strategy", {name: name for name in ("tensor", "channel", "group", "block")})
@@ -107,7 +107,7 @@ def compressed_float8(weights: Fields) -> Float8Packing:
     elif strategy == "block":
         block = _block(weights, "block_structure")
         if block is None:
-            raise weights.error("block_structure", "a list of two positive integers is expected")
+            raise weights.error("block_structure", "expected a list of two positive integers")
     return Float8Packing("compressed-tensors", block, "weight_scale")
 
 
@@ -116,5 +116,5 @@ def _block(fields: Fields, key: str) -> tuple[int, int] | None:
     if value is None:
         return None
     if not isinstance(value, list) or len(value) != 2 or not all(type(n) is int and 0 < n < 1 << 31 for n in value):
-        raise fields.error(key, "a list of two positive integers is expected")
+        raise fields.error(key, "expected a list of two positive integers")
     return value[0], value[1]

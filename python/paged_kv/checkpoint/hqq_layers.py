@@ -122,13 +122,13 @@ def hqq(fields: Fields) -> HqqPacking:
     config = fields.section("quant_config")
     weights = None if config is None else config.section("weight_quant_params")
     if config is None or weights is None:
-        raise fields.error("quant_config", "weight_quant_params of all layers are expected")
+        raise fields.error("quant_config", "expected weight_quant_params of all layers")
     for key in ("scale_quant_params", "zero_quant_params"):
         config.refuse(key, "scales that are quantised themselves are not supported")
-    weights.refuse("view_as_float", "is not supported")
+    weights.refuse("view_as_float", "not supported")
     bits = weights.integer("nbits", default=4)
     if bits not in (1, 2, 3, 4, 8):
-        raise weights.error("nbits", "only 1, 2, 3, 4 and 8 are supported")
+        raise weights.error("nbits", "expected 1, 2, 3, 4 or 8")
     if not weights.boolean("channel_wise", default=True):
         raise weights.error("channel_wise", "one scale for a layer is not supported")
     if weights.get("group_size") is None and "group_size" in weights.values:

@@ -256,7 +256,7 @@ def compressed_integers(fields: Fields, weights: Fields, inputs: Fields | None) 
 def _bits(fields: Fields, key: str, legal: tuple[int, ...]) -> int:
     bits = fields.integer(key)
     if bits not in legal:
-        raise fields.error(key, f"only {' and '.join(map(str, legal))} are supported")
+        raise fields.error(key, f"expected {' or '.join(map(str, legal))}")
     return bits
 
 

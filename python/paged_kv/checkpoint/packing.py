@@ -101,12 +101,12 @@ def _compressed(fields: Fields) -> Packing:
     kind = fields.one_of("format", kinds | {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4"})
     groups = fields.section("config_groups")
     if groups is None or len(groups.values) != 1:
-        raise fields.error("config_groups", "one group of layers is supported")
+        raise fields.error("config_groups", "expected one group of layers")
     (name,) = groups.values
     group = groups.section(name)
     weights = group.section("weights") if group is not None else None
     if group is None or weights is None:
-        raise groups.error(name, "an object with weights is expected")
+        raise groups.error(name, "expected an object with weights")
     inputs = group.section("input_activations")
     if kind == "int":
         return compressed_integers(fields, weights, inputs)

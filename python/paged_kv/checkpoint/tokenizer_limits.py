@@ -43,7 +43,7 @@ def check_file(content: bytes, file: Path) -> None:
     """
     values = _without_model(content) or json.loads(content, object_pairs_hook=_once)
     if not isinstance(values, dict):
-        raise ValueError(f"a JSON object is expected, found {type(values).__name__}")
+        raise ValueError(f"expected a JSON object, got {type(values).__name__}")
     encoding = _growth(values.get("normalizer"), set()) * _growth(values.get("pre_tokenizer"), set())
     for part, growth in (("normalizer", encoding), ("decoder", _growth(values.get("decoder"), set()))):
         if growth > MOST_GROWTH:
