@@ -243,29 +243,7 @@ def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors
     if architecture == "nemotron_h" and "moe" in config.layers_block_type:
         architecture = "nemotron_h_moe"
     writer = gguf.GGUFWriter(file, architecture, split_max_tensors=part_tensors)
-    values = {}
-    for key, name in _KEYS.items():
-        value = getattr(config, name, None)
-        if value is None and name == "moe_intermediate_size" and architecture in ("gpt-oss", "llama4"):
-            value = config.intermediate_size
-        if name == "intermediate_size":
-            value = getattr(config, "intermediate_size_mlp", value)
-        if key == "interleave_moe_layer_step":
-            value = getattr(config, key, value)
-        if key == "logit_scale":
-            value = getattr(config, key, value)
-        if key == "attention.layer_norm_epsilon":
-            value = getattr(config, "norm_epsilon", value)
-        if value is None and name == "num_local_experts":
-            value = getattr(config, "num_experts", None) or getattr(config, "moe_num_experts", None)
-        if value is None and name == "num_experts_per_tok":
-            value = getattr(config, "moe_k", None)
-        if value is None and name == "first_k_dense_replace":
-            value = getattr(config, "moe_layer_start_index", None)
-        if value is None and name == "head_dim":
-            value = config.hidden_size // config.num_attention_heads
-        if value is not None and key not in drop and not (key.startswith("expert") and architecture in UNMIXED):
-            values[f"{architecture}.{key}"] = value
+    values = _plain_keys(config, architecture, drop)
     if architecture in gguf_hybrids.MODELS:
         values |= gguf_hybrids.keys(architecture, config)
     if architecture == "glm4moe":
@@ -330,6 +308,34 @@ def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors
         writer.add_tensor(name, np.asarray(values, np.float32))
     finish(writer)
     return file
+
+
+def _plain_keys(config, architecture, drop):
+    """The keys whose values the configuration has under one name or another."""
+    values = {}
+    for key, name in _KEYS.items():
+        value = getattr(config, name, None)
+        if value is None and name == "moe_intermediate_size" and architecture in ("gpt-oss", "llama4"):
+            value = config.intermediate_size
+        if name == "intermediate_size":
+            value = getattr(config, "intermediate_size_mlp", value)
+        if key == "interleave_moe_layer_step":
+            value = getattr(config, key, value)
+        if key == "logit_scale":
+            value = getattr(config, key, value)
+        if key == "attention.layer_norm_epsilon":
+            value = getattr(config, "norm_epsilon", value)
+        if value is None and name == "num_local_experts":
+            value = getattr(config, "num_experts", None) or getattr(config, "moe_num_experts", None)
+        if value is None and name == "num_experts_per_tok":
+            value = getattr(config, "moe_k", None)
+        if value is None and name == "first_k_dense_replace":
+            value = getattr(config, "moe_layer_start_index", None)
+        if value is None and name == "head_dim":
+            value = config.hidden_size // config.num_attention_heads
+        if value is not None and key not in drop and not (key.startswith("expert") and architecture in UNMIXED):
+            values[f"{architecture}.{key}"] = value
+    return values
 
 
 def _keys_of_gemma4(config):
