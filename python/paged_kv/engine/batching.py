@@ -175,7 +175,7 @@ class Batching:
         return count
 
     def _draft(self, batch: Batch, room: int) -> None:
-        """Adds drafts to samples that bring their last token alone, as far as `room`, rows and free pages allow."""
+        """Adds drafted tokens to samples that decode: at most `room` rows, and as many as free pages hold."""
         places = [
             at
             for at, (sample, new) in enumerate(batch)
