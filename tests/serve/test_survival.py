@@ -83,6 +83,7 @@ def test_clients_that_leave_give_their_pages_back(server):
     alone, end = text(server, "client 0", max_tokens=24), {"finished_reason": "abort"}
     assert alone
     statistics = server.engine.statistics
+    tokens_before = statistics.decode_tokens
 
     async def leave_at(step, leave):
         while statistics.steps < step:
@@ -107,6 +108,7 @@ def test_clients_that_leave_give_their_pages_back(server):
     wait_until(lambda: server.engine.is_idle)
     assert server.engine.pool.num_used == server.backend.status().running == 0
     assert server.metric("vllm:request_success_total", **end) > CLIENTS // 4
+    assert statistics.decode_tokens - tokens_before < CLIENTS * 400 // 4  # all that were asked for: three times as many
 
 
 @pytest.mark.parametrize("stream", [False, True])
