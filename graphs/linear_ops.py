@@ -13,6 +13,7 @@ from paged_kv.graphs.paged_cache import DTYPES
 
 LINEAR = "paged_kv_linear"
 EXPERT_LINEAR = "paged_kv_expert_linear"
+ADAPTER_LINEAR = "paged_kv_adapter_linear"
 
 
 def linear(x: TensorValue, w: TensorValue) -> TensorValue:
@@ -65,3 +66,31 @@ def expert_linear(x: TensorValue, w: TensorValue, experts: TensorValue) -> Tenso
         out_types=[TensorType(x.dtype, [tokens * choices, w.shape[1]], x.device)],
     )
     return ops.reshape(y.tensor, [tokens, choices, w.shape[1]])
+
+
+def adapter_linear(
+    y: TensorValue, x: TensorValue, a: TensorValue, b: TensorValue, adapters: TensorValue
+) -> TensorValue:
+    """`y + (x a[e]^T) b[e]`, where each row has the matrices of an adapter of its own: `[T, N]` in y's dtype.
+
+    y `[T, N]`, x `[T, K]`, the stacks a `[E, R, K]` and b `[E, R, N]`, each of one dtype; `adapters` `[T]` int32, of
+    which -1 is none, whose row is y's own. Sums are float32, x a^T is not rounded, and the result is rounded once. On
+    the CPU alone.
+
+    Raises:
+        ContractError, ContractTypeError, ShapeError: device, dtype or shape of an argument. An adapter that is none of
+            the stacks' is an error (`ValueError`) when the graph runs.
+    """
+    for name, value, rank in (("y", y, 2), ("x", x, 2), ("a", a, 3)):
+        check_tensor(name, value)
+        check_rank(name, value, rank)
+        check_dtype(name, value.dtype, DTYPES)
+    if x.device.is_gpu():
+        raise ContractError(f"x: expected the CPU, where adapters run, got {x.device}")
+    check_value("x", x, y.dtype, [y.shape[0], None], y.device)
+    check_value("a", a, a.dtype, [None, None, x.shape[1]], x.device)
+    check_value("b", b, a.dtype, [a.shape[0], a.shape[1], y.shape[1]], x.device)
+    check_value("adapters", adapters, DType.int32, [y.shape[0]], x.device)
+    kind = TensorType(y.dtype, y.shape, y.device)
+    (result,) = ops.custom(ADAPTER_LINEAR, device=x.device, values=[y, x, a, b, adapters], out_types=[kind])
+    return result.tensor

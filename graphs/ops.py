@@ -55,7 +55,15 @@ from paged_kv.graphs.layer_ops import (
     weighted_sum,
     widened,
 )
-from paged_kv.graphs.linear_ops import EXPERT_LINEAR, LINEAR, expert_linear, linear, linear_group
+from paged_kv.graphs.linear_ops import (
+    ADAPTER_LINEAR,
+    EXPERT_LINEAR,
+    LINEAR,
+    adapter_linear,
+    expert_linear,
+    linear,
+    linear_group,
+)
 from paged_kv.graphs.masked_attention import MASKED_ATTENTION, masked_attention, masked_attention_at_run_time
 from paged_kv.graphs.paged_cache import BITS, CODES, DTYPES, KV_DTYPES, KVLayout, PagedCache, cache_dtype
 from paged_kv.graphs.recurrent_ops import (
@@ -70,6 +78,7 @@ from paged_kv.graphs.recurrent_ops import (
 from paged_kv.graphs.states import States
 
 __all__ = [
+    "ADAPTER_LINEAR",
     "ADD_SCALED",
     "ATTENTION",
     "BITS",
@@ -100,6 +109,7 @@ __all__ = [
     "LatentCache",
     "PagedCache",
     "States",
+    "adapter_linear",
     "add_scaled",
     "append",
     "append_latent",

@@ -11,7 +11,7 @@ from .cache.operands import row_pointer
 from .cache.pointers import untracked
 from .isa.library_call import call_library
 from .isa.threads import workers_of_max
-from .linear.call import ExpertsCall, LinearCall, Member
+from .linear.call import AdapterCall, ExpertsCall, LinearCall, Member
 from .linear.quantised.encodings import ENCODINGS, check_row_bytes, encoding_of, encodings_mask
 from .linear.quantised.rows import QuantisedRows
 
@@ -83,6 +83,50 @@ struct ExpertLinear:
         )
         call_library(String("paged_kv_experts_", dtype, "_", weight_dtype), call)
         _ = members^
+
+
+@extensibility.register("paged_kv_adapter_linear")
+struct AdapterLinear:
+    """Computes `result = y + (x a^T) b`, each row with the a and b of its own adapter out of stacks. CPU only.
+
+    y and result `[M, N]`; x `[M, K]`; a `[E, R, K]`; b `[E, R, N]`; adapters `[M]` int32, -1 for y's own row.
+    """
+
+    @staticmethod
+    def execute[
+        dtype: DType, weight_dtype: DType, //, target: StaticString
+    ](
+        result: OutputTensor[dtype=dtype, rank=2, ...],
+        y: InputTensor[dtype=dtype, rank=2, ...],
+        x: InputTensor[dtype=dtype, rank=2, ...],
+        a: InputTensor[dtype=weight_dtype, rank=3, ...],
+        b: InputTensor[dtype=weight_dtype, rank=3, ...],
+        adapters: InputTensor[dtype=DType.int32, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        comptime if is_gpu[target]():
+            raise Error("paged_kv_adapter_linear runs on the CPU alone")
+        check_equal("x: its number of rows", x.dim_size(0), y.dim_size(0))
+        check_equal("adapters: its length", adapters.dim_size(0), y.dim_size(0))
+        check_equal("a: its third dimension", a.dim_size(2), x.dim_size(1))
+        check_equal("b: its third dimension", b.dim_size(2), y.dim_size(1))
+        check_equal("b: its second dimension", b.dim_size(1), a.dim_size(1))
+        check_equal("b: its first dimension", b.dim_size(0), a.dim_size(0))
+        var call = AdapterCall(
+            Int(result.unsafe_ptr()),
+            Int(y.unsafe_ptr()),
+            Int(x.unsafe_ptr()),
+            Int(a.unsafe_ptr()),
+            Int(b.unsafe_ptr()),
+            Int(adapters.unsafe_ptr()),
+            y.dim_size(0),
+            y.dim_size(1),
+            x.dim_size(1),
+            a.dim_size(1),
+            a.dim_size(0),
+            workers_of_max(),
+        )
+        call_library(String("paged_kv_adapter_linear_", dtype, "_", weight_dtype), call)
 
 
 @extensibility.register("paged_kv_quantised_linear")

@@ -17,6 +17,7 @@ from paged_kv.errors import ContractError
 from paged_kv.graphs import ops as paged
 from paged_kv.graphs.inputs import graph_inputs, graph_states, input_types, state_input_types, window_input_types
 from paged_kv.graphs.layers import Rotary, StepRows
+from paged_kv.graphs.models.adapters import AdapterStacks, StepAdapters
 from paged_kv.graphs.models.attention import attention
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.experts import chosen_experts
@@ -279,10 +280,12 @@ def build_step(
     name: str = STEP,
     weight_prefix: str = "",
     kv_format: KVFormat | None = None,
+    adapters: AdapterStacks | None = None,
     library: KernelLibrary | None = None,
 ) -> None:
     """Adds the graph `name` to `module`: `DecodeInputs`, `WindowInputs` where `config.separate_windows`,
-    `StateInputs` of a hybrid model, and rows `[N]` int32 -> logits `[N, vocab]` float32 after them.
+    `StateInputs` of a hybrid model, rows `[N]` int32, and with `adapters` that of each token, `[T]` int32 -> logits
+    `[N, vocab]` float32 after the rows.
 
     A row is a token's place in `DecodeInputs.tokens`. Batch, tokens, lengths and the page size are symbolic. `dtype` is
     that of weights, activations and cache, of quantised models that of the cache alone; with `kv_format` the cache
@@ -299,11 +302,18 @@ def build_step(
         types += window_input_types(kind, shape, device).flatten()
     types += state_input_types(state_shapes(config, "slots"), device).flatten()
     types.append(TensorType(DType.int32, ["N"], device))
+    if adapters is not None:
+        types.append(TensorType(DType.int32, ["T"], device))
     extensions = [] if library else [kernels()]
     with Graph(name, input_types=types, custom_extensions=extensions, kernel_library=library, module=module) as graph:
         parameters = Parameters.of(graph, config, dtype, device, weight_prefix)
         count = len(inputs.flatten())
-        step, (*values, output_rows) = graph_inputs(graph.inputs[:count]), graph.inputs[count:]
+        step, values = graph_inputs(graph.inputs[:count]), list(graph.inputs[count:])
+        of_tokens = None if adapters is None else values.pop().tensor
+        output_rows = values.pop().tensor
+        if adapters is not None and of_tokens is not None:
+            of_rows = StepAdapters.of(graph, config, adapters, dtype, of_tokens, output_rows)
+            parameters = replace(parameters, adapters=of_rows)
         windows = None
         if config.separate_windows:
             table, blocks, *values = values
@@ -314,6 +324,6 @@ def build_step(
             cache = LatentCache(step.blocks, step.lookup_table)
         rows = StepRows.of(step.row_offsets, step.cache_lengths, step.tokens)
         states = States.of(graph_states(values), step.row_offsets) if values else None
-        only = DeviceStep(parameters, step.tokens, cache, rows, output_rows.tensor, states, windows)
+        only = DeviceStep(parameters, step.tokens, cache, rows, output_rows, states, windows)
         (x,) = decode([only])  # [N, hidden]
         graph.output(logits(parameters, x))

@@ -12,6 +12,7 @@ from max.graph import DeviceRef, Graph, TensorValue, Weight, ops
 from paged_kv.errors import ContractError
 from paged_kv.graphs import ops as paged
 from paged_kv.graphs.encodings import row_bytes
+from paged_kv.graphs.models.adapters import StepAdapters
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.tensors import expected_tensors, weight_dtype
 from paged_kv.graphs.paged_cache import constant
@@ -25,6 +26,7 @@ class Parameters:
     config: DecoderConfig
     values: Mapping[str, TensorValue]
     """By checkpoint name; those of `config.encodings` are their blocks."""
+    adapters: StepAdapters | None = None
 
     @staticmethod
     def of(graph: Graph, config: DecoderConfig, dtype: DType, device: DeviceRef, prefix: str = "") -> Parameters:
@@ -73,7 +75,10 @@ class Parameters:
         of_blocks = iter(quantised_linear(x, *quantised) if quantised else [])
         ys = [next(of_blocks if isinstance(weight, QuantisedWeight) else products) for weight in weights]
         biases = [self.values.get(f"{name}.bias") for name in names]
-        return [y if bias is None else y + ops.cast(bias, y.dtype) for y, bias in zip(ys, biases, strict=True)]
+        ys = [y if bias is None else y + ops.cast(bias, y.dtype) for y, bias in zip(ys, biases, strict=True)]
+        if self.adapters is None:
+            return ys
+        return [self.adapters.added(x, name, y) for name, y in zip(names, ys, strict=True)]
 
     def norm(self, name: str | None, x: TensorValue, eps: float | None = None) -> TensorValue:
         """The norm of the last axis, without weights where `name` is None; with the configuration's `eps` where that

@@ -4,6 +4,7 @@ from ..cache.checks import check_rows
 from ..cache.pointers import constant_at, memory_at, untracked
 from ..isa.call_layout import AddressOf
 from ..isa.threads import Workers
+from .adapters import AdapterLinear
 from .dispatch import linear
 from .experts import check_experts, linear_experts
 from .member import LinearMember
@@ -155,3 +156,43 @@ def quantised_members[dtype: DType](members: AddressOf[Member], count: Int) -> L
             }
         )
     return found^
+
+
+@fieldwise_init
+struct AdapterCall(TrivialRegisterPassable):
+    """`AdapterLinear`."""
+
+    var result: Int
+    var y: Int
+    var x: Int
+    var a: Int
+    var b: Int
+    var adapters: Int
+    """The address of `[m]` int32."""
+    var m: Int
+    var n: Int
+    var k: Int
+    var rank: Int
+    var count: Int
+    """Adapters in the stacks."""
+    var workers: Workers
+
+    def run[dtype: DType, weight_dtype: DType](self) raises:
+        """Computes it on the CPU."""
+        var adapters = memory_at[DType.int32](self.adapters)
+        for row in range(self.m):
+            var adapter = Int(adapters[unsafe_offset=row])
+            if adapter < -1 or adapter >= self.count:
+                raise Error("adapters: row ", row, " names adapter ", adapter, " of ", self.count)
+        AdapterLinear[dtype, weight_dtype](
+            memory_at[dtype](self.result),
+            memory_at[dtype](self.y),
+            memory_at[dtype](self.x),
+            memory_at[weight_dtype](self.a),
+            memory_at[weight_dtype](self.b),
+            adapters,
+            self.m,
+            self.n,
+            self.k,
+            self.rank,
+        ).run(self.workers)

@@ -150,6 +150,7 @@ APPEND = _call("rows batch_indices positions cache", rows=TOKEN_ROWS, cache=CACH
 GATHER = _call("rows indptr cache", rows=TOKEN_ROWS, cache=CACHE)
 LINEAR = _call("members* count x m k", members=MEMBER)
 EXPERTS = _call("members* count x experts rows m num_experts k", members=MEMBER)
+ADAPTERS = _call("result y x a b adapters m n k rank count")
 RECURRENCE = _call(
     "o x decays rates skip matrices offsets sources save_offsets counts slots requests rows heads key_heads key_dim"
     " value_dim width normed numbers"
@@ -167,6 +168,7 @@ CALLS: Mapping[str, Layout] = {
     "gather": GATHER,
     "linear": LINEAR,
     "experts": EXPERTS,
+    "adapter_linear": ADAPTERS,
     "quantised_linear": LINEAR,
     "quantised_experts": EXPERTS,
     "quantised_rows": _call("y w rows count k row_bytes available encoding"),

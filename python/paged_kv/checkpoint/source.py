@@ -61,6 +61,14 @@ class Source:
             return self
         return replace(self, config=replace(self.config, encodings=()))
 
+    def layer_names(self) -> dict[str, str]:
+        """Names that layers have in a folder's files, and the step's where it has others; none of a GGUF file."""
+        if isinstance(self.checkpoint, GgufCheckpoint):
+            return {}
+        tensors = self.checkpoint.tensors.items()
+        names = {stored.name.removesuffix(".weight"): name.removesuffix(".weight") for name, stored in tensors}
+        return {theirs: ours for theirs, ours in names.items() if theirs != ours}
+
     def load(self, dtype: DType, progress: OnProgress | None = None) -> dict[str, np.ndarray]:
         """Every weight of the model as an array, by the name that the step has for it.
 

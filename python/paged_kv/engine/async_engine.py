@@ -40,9 +40,12 @@ class AsyncEngine:
         n: int = 1,
         *,
         namespace: Hashable = None,
+        adapter: str | None = None,
     ) -> AsyncGenerator[Output, None]:
         """The outputs of a request as they come. Raises as `prepare` and `run`."""
-        async with aclosing(self.run(await self.prepare(prompt, sampling, n, namespace=namespace))) as batches:
+        async with aclosing(
+            self.run(await self.prepare(prompt, sampling, n, namespace=namespace, adapter=adapter))
+        ) as batches:
             async for outputs in batches:
                 for output in outputs:
                     yield output
@@ -54,9 +57,10 @@ class AsyncEngine:
         n: int = 1,
         *,
         namespace: Hashable = None,
+        adapter: str | None = None,
     ) -> Request:
         """A request for `run`. Raises as `Engine.add_request`."""
-        prepare = partial(self._engine.prepare, prompt, sampling, n, namespace=namespace)
+        prepare = partial(self._engine.prepare, prompt, sampling, n, namespace=namespace, adapter=adapter)
         if getattr(sampling, "structured_output", None) is None:
             return prepare()
         return await asyncio.get_running_loop().run_in_executor(self._compiling, prepare)

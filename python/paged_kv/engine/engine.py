@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from functools import partial
 from itertools import count
+from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,10 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_kv.arguments import integer, shown
+from paged_kv.engine.adapters import Adapters
 from paged_kv.engine.batching import Batching
 from paged_kv.engine.disk_prefixes import DiskPrefixes, DiskStates, DiskWindows
 from paged_kv.engine.disk_tier import DiskPages, DiskTier
-from paged_kv.engine.interfaces import EngineModel, Statistics, TextCoder, compile_structure
+from paged_kv.engine.interfaces import AdaptedModel, EngineModel, Statistics, TextCoder, compile_structure
 from paged_kv.engine.outputs import OutputStream
 from paged_kv.engine.requests import (
     FinishReason,
@@ -41,6 +43,7 @@ from paged_kv.engine.states import RequestStates, SharedStates
 from paged_kv.engine.stop_text import StopText
 from paged_kv.engine.windows import Windows
 from paged_kv.errors import ContractError, ContractTypeError, PagedKVError, PoolExhausted, RequestError
+from paged_kv.graphs.models.adapters import NO_ADAPTER
 from paged_kv.pool import PagePool, PrefixCache, WindowPages, pages_needed
 from paged_kv.runtime.forks import renew_in_children
 
@@ -157,6 +160,34 @@ class Engine:
             self._disk.flush()
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the loaded adapters."""
+        return self.model.adapters.names if isinstance(self.model, AdaptedModel) else ()
+
+    def load_adapter(self, name: str, path: Path | str) -> None:
+        """Loads a LoRA adapter, which requests then name; steps go on meanwhile.
+
+        Args:
+            name: The name that requests have for it.
+            path: A folder of PEFT, or a GGUF file.
+
+        Raises:
+            ContractTypeError, ContractError: the name is no text, is empty or in use; the model can have no adapters.
+            CheckpointError: there is no adapter that this package runs, or it is not for this model.
+        """
+        self._adapters.load(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forgets an adapter; requests that have it go on. Raises `ContractError` where there is none of that name."""
+        self._adapters.unload(name)
+
+    @property
+    def _adapters(self) -> Adapters:
+        if not isinstance(self.model, AdaptedModel):
+            raise ContractError("adapter: this model can have none")
+        return self.model.adapters
+
+    @property
     def num_waiting(self) -> int:
         """Samples that have no pages yet, or gave them back."""
         return len(self._batching.waiting) + len(self._submitted)
@@ -187,6 +218,7 @@ class Engine:
         n: int = 1,
         *,
         namespace: Hashable = None,
+        adapter: str | None = None,
     ) -> int:
         """Adds a request; its first output comes from a later `step`.
 
@@ -195,17 +227,19 @@ class Engine:
             sampling: How tokens are chosen, and where a sample ends.
             n: Samples of the prompt, which share its pages.
             namespace: Prompts of different namespaces share nothing.
+            adapter: The name of a loaded adapter that computes the request; None for the model itself. Prompts share
+                pages with those of equal adapters alone.
 
         Returns:
             The request's number, which its outputs have.
 
         Raises:
             ContractTypeError, ContractError: an argument has the wrong type or is out of range; the prompt is empty,
-                too long for the model, or has a token that is not in the vocabulary.
+                too long for the model, or has a token that is not in the vocabulary; no adapter has the name.
             PoolExhausted: the prompt and its new tokens need more pages than there are.
             ToolchainError: it has a structure, and llguidance is not installed.
         """
-        return self.add(self.prepare(prompt, sampling, n, namespace=namespace))
+        return self.add(self.prepare(prompt, sampling, n, namespace=namespace, adapter=adapter))
 
     def prepare(
         self,
@@ -214,9 +248,10 @@ class Engine:
         n: int = 1,
         *,
         namespace: Hashable = None,
+        adapter: str | None = None,
     ) -> Request:
         """Make a request for `add`: the part of `add_request` that may take long, for a structure. Raises as that."""
-        return self._request(prompt, sampling, n, namespace, self._outputs)
+        return self._request(prompt, sampling, n, namespace, adapter, self._outputs)
 
     def add(self, request: Request) -> int:
         """Adds a request that was prepared, once; returns its number."""
@@ -272,12 +307,13 @@ class Engine:
         n: int = 1,
         *,
         namespace: Hashable = None,
+        adapter: str | None = None,
     ) -> OutputStream:
         """Adds a request and iterates over its outputs; computes steps, for all requests, where none has come yet.
 
         An iterator that is closed or dropped before its end aborts the request. Raises as `add_request`, at once.
         """
-        request = self._request(prompt, sampling, n, namespace, Outbox())
+        request = self._request(prompt, sampling, n, namespace, adapter, Outbox())
         outputs = OutputStream(self, request)
         self.add(request)
         return outputs
@@ -289,7 +325,13 @@ class Engine:
         return check_prompt(self.model.config, "prompt", prompt)
 
     def _request(
-        self, prompt: str | Sequence[int], sampling: Sampling | None, n: int, namespace: Hashable, outbox: Outbox
+        self,
+        prompt: str | Sequence[int],
+        sampling: Sampling | None,
+        n: int,
+        namespace: Hashable,
+        adapter: str | None,
+        outbox: Outbox,
     ) -> Request:
         """A request that is not added yet. Raises as `add_request`."""
         sampling = Sampling() if sampling is None else sampling
@@ -300,6 +342,11 @@ class Engine:
         if sampling.stop and self._tokenizer is None:
             raise ContractError("stop: texts that end a sample need a tokenizer")
         sampling.check_vocabulary(config.vocab_size)
+        loaded = None if adapter is None else self._adapters.of_name(adapter)
+        if loaded is not None:
+            if self.record is not None:
+                raise ContractError("adapter: a run record sees the model's own steps alone")
+            namespace = (loaded.digest, *(namespace if type(namespace) is tuple else (namespace,)))
         root = None if self._disk is None else self._disk.root(namespace)
         namespace = self._pages.namespace(namespace)
         limit = most_tokens(config, tokens, sampling)
@@ -312,8 +359,9 @@ class Engine:
         structure = compile_structure(self._tokenizer, sampling.structured_output)
         end = sampling.end_tokens(config.eos_token_ids)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
+        number = next(self._numbers)
         return Request(
-            next(self._numbers), tokens, sampling, n, namespace, seed, limit, end, outbox, structure, root=root
+            number, tokens, sampling, n, namespace, seed, limit, end, outbox, structure, root=root, adapter=loaded
         )
 
     def _refuse_inside(self) -> None:
@@ -341,6 +389,7 @@ class Engine:
         memory = self._batching.memory(batch)
         if self.record is not None:
             self.record.begin([(sample.key, sample.cached, new) for sample, new in batch], counts)
+        adapters = [NO_ADAPTER if (of := sample.request.adapter) is None else of.index for sample, _ in batch]
         logits = self.model.step(
             [new for _, new in batch],
             [sample.cached for sample, _ in batch],
@@ -348,6 +397,7 @@ class Engine:
             counts if any(count > 1 for count in counts) else None,
             memory.states,
             memory.window_pages,
+            **({} if set(adapters) == {NO_ADAPTER} else {"adapters": adapters}),
         )
         ended = time.perf_counter()
         if self.record is not None:

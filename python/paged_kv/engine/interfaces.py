@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from paged_kv.engine.adapters import Adapters
 from paged_kv.engine.page_file import PagedModel
 from paged_kv.engine.stop_text import Decoder
 from paged_kv.errors import ContractError
@@ -42,17 +43,29 @@ class EngineModel(PagedModel, Protocol):
         counts: Sequence[int] | None = None,
         states: StepStates | None = None,
         window_pages: Sequence[Sequence[int]] | None = None,
+        adapters: Sequence[int] | None = None,
     ) -> npt.NDArray[np.float32]:
         """Appends new tokens of `B` requests to their pages; logits `[N, vocab]` after the last `counts[b]` of each.
 
         One of each where `counts` is None; it is given only where tokens are drafted. `states` is given where
         `num_states` is not 0: the model reads and saves states as it says. `window_pages` are given where
         `num_window_pages` is not 0: those of the layers with windows, `NO_PAGE` for those that no window reaches.
+        `adapters` are given where a request has one: the index of each (`engine.adapters`).
         """
         ...
 
     def copy_page(self, source: int, target: int, *, windows: bool = False) -> None:
         """Copies a page, or one of the layers with windows: K and V of all its layers."""
+        ...
+
+
+@runtime_checkable
+class AdaptedModel(Protocol):
+    """The interface to a model beside that, for requests with adapters."""
+
+    @property
+    def adapters(self) -> Adapters:
+        """Its LoRA adapters. Raises ContractError where it can have none."""
         ...
 
 

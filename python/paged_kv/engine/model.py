@@ -6,8 +6,10 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,6 +22,7 @@ from paged_kv.arrays.dtypes import numpy_dtype
 from paged_kv.arrays.host import to_buffer, to_numpy
 from paged_kv.checkpoint.source import Source, open_source
 from paged_kv.checkpoint.weights import OnProgress
+from paged_kv.engine.adapters import Adapters
 from paged_kv.engine.interfaces import StepStates
 from paged_kv.engine.page_file import Bits
 from paged_kv.engine.run_record import RunRecord
@@ -27,6 +30,7 @@ from paged_kv.engine.step import StepGraph
 from paged_kv.errors import ContractError
 from paged_kv.graphs.inputs import WindowInputs, page_table, state_inputs, step_inputs
 from paged_kv.graphs.models import decoder
+from paged_kv.graphs.models.adapters import AdapterStacks, stack_dtype
 from paged_kv.graphs.models.config import DecoderConfig, with_cache_rotation, with_separate_windows
 from paged_kv.graphs.ops import cache_dtype
 from paged_kv.kv_formats import KVFormat
@@ -65,6 +69,7 @@ class DecoderModel:
         runtime: Runtime | None = None,
         kv_format: KVFormat | None = None,
         cache_rotation: CacheRotation | None = None,
+        layer_names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Compiles the step, or reads it from disk, and binds `weights` without copying them.
 
@@ -80,6 +85,7 @@ class DecoderModel:
                 until MAX copies them to a GPU.
             kv_format: "int8" or "int4": the cache holds codes with a scale a token and KV head.
             cache_rotation: "hadamard": q and k take a Walsh-Hadamard transform before the cache, for few bits.
+            layer_names: Names that layers have in the checkpoint's files, and the step's, for adapters.
 
         Raises:
             ContractTypeError: `num_pages`, `page_size`, `num_states` or `num_window_pages` is no integer.
@@ -138,6 +144,23 @@ class DecoderModel:
                 on_compile=on_compile,
             )
             self._model: Model = models[decoder.STEP]
+        self._adapters = Adapters(config, numpy_dtype(stack_dtype(config, dtype)), self._with_adapters, layer_names)
+
+    @property
+    def adapters(self) -> Adapters:
+        """Its LoRA adapters.
+
+        Raises:
+            ContractError: MAX runs the steps.
+        """
+        if self._program is None:
+            raise ContractError("adapters: the steps of this model are compiled by MAX, which adds none")
+        return self._adapters
+
+    def _with_adapters(self, sizes: AdapterStacks, stacks: Mapping[str, np.ndarray]) -> Program:
+        """The step that adds adapters."""
+        step = replace(StepGraph.of(self.config, self.dtype, self.kv_format), adapters=sizes)
+        return step.program({**self.weights, **stacks}, [*self._input_buffers(), None])
 
     def buffers_of_weights(self) -> dict[str, Buffer]:
         """The weights as MAX takes them; their memory is not copied."""
@@ -190,6 +213,7 @@ class DecoderModel:
             runtime=runtime,
             kv_format=kv_format,
             cache_rotation=cache_rotation,
+            layer_names=source.layer_names(),
         )
 
     @property
@@ -291,6 +315,7 @@ class DecoderModel:
         counts: Sequence[int] | None = None,
         states: StepStates | None = None,
         window_pages: Sequence[Sequence[int]] | None = None,
+        adapters: Sequence[int] | None = None,
     ) -> np.ndarray:
         """Appends each request's new tokens to the cache; logits `[N, vocab]` float32 after the last of them.
 
@@ -303,6 +328,7 @@ class DecoderModel:
             states: Where states are read and saved; needed where layers are recurrent, else None.
             window_pages: Pages of the layers with windows, where they have their own; those with the numbers of `pages`
                 where None. A page that no window reaches is `NO_PAGE`.
+            adapters: The index of each request's adapter, or `NO_ADAPTER`; None where no request has one.
 
         Raises:
             ContractError: a token is not in the vocabulary; a count is out of range.
@@ -323,6 +349,11 @@ class DecoderModel:
                 raise ContractError("states: a model with recurrent layers needs them")
             of_states = state_inputs(states.sources, states.saves, self._states).flatten()
         values = (*inputs.flatten(), *of_windows, *of_states, output_rows)
+        if adapters is not None:
+            program = self.adapters.program
+            assert program is not None
+            of_tokens = np.repeat(np.asarray(adapters, np.int32), np.diff(inputs.row_offsets).astype(np.int64))
+            return program.run([*self.brought(values), of_tokens])[0]
         if self._program is not None:
             profiles = self._profiles
             profile = None if profiles is None else profiles[any(len(each) > 1 for each in tokens)]

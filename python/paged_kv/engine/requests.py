@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from paged_kv.engine.adapters import Adapter
 from paged_kv.engine.sampling import History, Logprobs, Sampling
 from paged_kv.engine.stop_text import StopText
 from paged_kv.errors import ContractError, ContractTypeError
@@ -114,6 +115,8 @@ class Request:
     """True if its caller has cancelled it."""
     root: bytes | None = None
     """The root of the chains of its pages on disk (`disk_tier`); None where they are not kept there."""
+    adapter: Adapter | None = None
+    """The adapter that computes it; None for the model itself."""
     cached: int = 0
     """Tokens of its prompt that were in the cache when it began."""
     prompt_logprobs: list[Logprobs] = field(default_factory=list)

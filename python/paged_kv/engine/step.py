@@ -17,6 +17,7 @@ from paged_kv.checkpoint.config import load_config
 from paged_kv.checkpoint.source import open_source
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.graphs.models import decoder
+from paged_kv.graphs.models.adapters import AdapterStacks
 from paged_kv.graphs.models.config import DecoderConfig, with_cache_rotation, with_separate_windows
 from paged_kv.graphs.ops import cache_dtype
 from paged_kv.kv_formats import KVFormat
@@ -41,6 +42,8 @@ class StepGraph:
     dtype: DType
     kv_format: KVFormat | None = None
     """The format of a cache of codes."""
+    adapters: AdapterStacks | None = None
+    """The sizes of the adapters of its rows."""
 
     @staticmethod
     def of(config: DecoderConfig, dtype: DType, kv_format: KVFormat | None = None) -> StepGraph:
@@ -95,7 +98,12 @@ class StepGraph:
     def _read(self, buffers: Sequence[np.ndarray | None]) -> ReadGraph:
         return read(
             lambda module, library: decoder.build_step(
-                self.geometry, self.dtype, module, kv_format=self.kv_format, library=library
+                self.geometry,
+                self.dtype,
+                module,
+                kv_format=self.kv_format,
+                adapters=self.adapters,
+                library=library,
             ),
             buffers,
         )

@@ -75,7 +75,7 @@ class Kernel:
     Args:
         kind: Its name in `library.mojo`.
         dtypes: The dtypes of q, the cache and o (attention); of rows and the cache (append, gather); of x and the
-            weights (linear, experts); of the states (merge); of x (quantised).
+            weights (linear, experts, adapter_linear); of the states (merge); of x (quantised).
         mask: Bits of the encodings that quantised weights may have.
     """
 
@@ -116,7 +116,7 @@ class Library:
 
     def kernel(self, kind: str) -> Kernel:
         """Its kernel of a kind."""
-        counts = {"merge": 1, "append": 2, "gather": 2, "linear": 2, "experts": 2}
+        counts = {"merge": 1, "append": 2, "gather": 2, "linear": 2, "experts": 2, "adapter_linear": 2}
         counts |= dict.fromkeys((*_QUANTISED, *_RECURRENT, *_LAYERS, *_RECURRENT_LAYERS), 1)
         return Kernel(kind, self.dtypes[: counts.get(kind, 3)], self.mask)
 
@@ -185,7 +185,8 @@ def api_libraries() -> list[Library]:
     of_api.append(Kernel("delta_rule", ("float32",)))
     for dtype in ("float32", "bfloat16"):
         of_api += [Kernel(kind, (dtype,)) for kind in ("program", "causal_conv1d")]
-        of_api += [Kernel("experts", (dtype, w)) for w in dict.fromkeys((dtype, "bfloat16"))]
+        kinds = ("experts", "adapter_linear")
+        of_api += [Kernel(kind, (dtype, w)) for kind in kinds for w in dict.fromkeys((dtype, "bfloat16"))]
     of_api += [Kernel("linear", ("float32", "bfloat16")), Kernel("quantised_linear", ("float32",), ALL_ENCODINGS)]
     for q, kv in pairs:
         of_api += [Kernel(kind, (q, kv, q)) for kind in ("attention", "masked_attention")]
@@ -195,7 +196,7 @@ def api_libraries() -> list[Library]:
 
 
 KINDS = (
-    *(*_ATTENTION, "merge", "append", "gather", "linear", "experts"),
+    *(*_ATTENTION, "merge", "append", "gather", "linear", "experts", "adapter_linear"),
     *(*_QUANTISED, *_RECURRENT, *_LAYERS, *_RECURRENT_LAYERS),
 )
 

@@ -148,6 +148,14 @@ def experts[x: DType, weights: DType](call: ExpertsCall) raises:
     call.run[x, weights]()
 
 
+# Kernel adapter_linear
+from mojo_ops.linear.call import AdapterCall
+
+
+def adapter_linear[x: DType, weights: DType](call: AdapterCall) raises:
+    call.run[x, weights]()
+
+
 # Kernel quantised_linear
 from mojo_ops.linear.call import LinearCall
 

@@ -375,6 +375,15 @@ def _expert_linear(op: Operation, _: Layers) -> KernelCall:
     return _experts(Kernel("experts", (x.dtype.name, w.dtype.name)), member, x, experts, [w])
 
 
+def _adapter_linear(op: Operation, _: Layers) -> KernelCall:
+    (result,), (y, x, a, b, adapters) = op.results, op.operands
+    _require(op, x.shape[1] == a.shape[2], f"a: its depth is {a.static(2)}, that of x is {x.static(1)}")
+    _require(op, (*a.shape[:2], y.shape[1]) == b.shape, f"b: its width is {b.static(2)}, that of y is {y.static(1)}")
+    sizes = named("m n", y.shape) | named("count rank k", a.shape)
+    operands = named("result y x a b adapters", (result, y, x, a, b, adapters))
+    return _call(Kernel("adapter_linear", (x.dtype.name, a.dtype.name)), **operands, **sizes)
+
+
 def _quantised_experts(op: Operation, _: Layers) -> KernelCall:
     x, experts, *weights = op.operands
     encodings = _encodings(op, len(weights))
@@ -555,6 +564,7 @@ _OPS: dict[str, tuple[Callable[[Operation, Layers], KernelCall], str]] = {
     "paged_kv_gate_halves": (_gate_halves, "x|xf"),
     "paged_kv_weighted_sum": (_weighted_sum, "x|xf"),
     "paged_kv_expert_linear": (_expert_linear, "x|x?i"),
+    "paged_kv_adapter_linear": (_adapter_linear, "x|xxwwi"),
     "paged_kv_quantised_experts": (_quantised_experts, "x*|xib*"),
     "paged_kv_causal_conv1d": (_causal_conv1d, "f|xwwf?uiuii"),
     "paged_kv_linear_recurrence": (_linear_recurrence, "f|ffffffiff?uiuii"),
