@@ -46,15 +46,19 @@ class AdapterStacks:
 def adaptable_layers(config: DecoderConfig) -> dict[str, tuple[int, int]]:
     """The linear layers that an adapter may change, by the step's names: rows and columns of each weight.
 
-    All of the decoder's layers, without routers, experts, and heads of latent attention, whose weights are stacks.
+    All of the decoder's layers, without routers, experts, and heads of latent attention, whose weights are stacks. Of
+    GGUF files with Gated DeltaNet the recurrent layers neither: their heads are in an order of their own.
     """
+    has_own_order = config.recurrence is not None and config.recurrence.tiled
     assembled = assembled_tensors(config)
     layers = {}
     for name, shape in expected_tensors(config).items():
         layer = name.removesuffix(".weight")
         leaf = layer.rpartition(".")[2]
         is_linear = layer != name and len(shape) == 2 and ("proj" in leaf or leaf in _OTHER_LAYERS)
-        if name.startswith("model.layers.") and is_linear and name not in assembled:
+        if not is_linear or not name.startswith("model.layers.") or name in assembled:
+            continue
+        if not (has_own_order and config.is_recurrent(int(layer.split(".")[2]))):
             layers[layer] = shape[0], shape[1]
     return layers
 

@@ -175,6 +175,8 @@ def _read_gguf(file: Path, config: DecoderConfig) -> Iterator[tuple[str, tuple[F
         raise CheckpointError(f"{file}: adapter.alora.invocation_tokens: not supported: an adapter sees every token")
     family, rest = find_family(header), set(header.tensors)
     for layer, (rows, columns) in adaptable_layers(config).items():
+        if config.is_recurrent(int(layer.split(".")[2])):  # the converter may have reordered its heads
+            continue
         try:
             stem = family.tensor(f"{layer}.weight")
         except KeyError:

@@ -60,6 +60,7 @@ from paged_kv.engine.sampling import Sampling
     metavar="lookup|DRAFT",
     help="Draft tokens by the text so far, or by a smaller checkpoint: same texts.",
 )
+@click.option("--lora", type=click.Path(path_type=Path), metavar="PATH", help="A LoRA adapter for all prompts.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a sample, as it ends. --logprobs implies it.")
 @click.option("--live/--no-live", default=None, help="Show what the engine does. Default: where only stderr is shown.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write what happens to pages, for `paged-kv inspect`.")

@@ -51,6 +51,7 @@ class GenerateOptions:
     kv_disk: Path | None
     kv_disk_gb: float
     speculate: str | None
+    lora: Path | None
     as_json: bool
     live: bool | None
     trace: Path | None
@@ -74,6 +75,8 @@ class GenerateOptions:
             raise ContractError("--profile is not for --speculate, whose steps are of other kinds")
         if self.profile and self.logits is not None:
             raise ContractError("--profile is not for --logits, which runs the operations one by one")
+        if self.lora is not None and (self.profile or self.logits is not None):
+            raise ContractError("--lora is not for --profile and --logits, which see the model's own steps alone")
         if not 0 < self.kv_disk_gb < 1e9:
             raise ContractError(f"--kv-disk-gb: expected a number above 0 and below 10^9, got {self.kv_disk_gb}")
 
@@ -140,7 +143,10 @@ def run(options: GenerateOptions, sampling: Sampling) -> int:
         engine.record = None if record_file is None else model.new_record()
         has_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
         printer = Printer(as_json=options.as_json or options.source is not None or has_logprobs)
-        _add_requests(engine, batch.lines, printer, refuses_all=options.source is None)
+        adapter = None if options.lora is None else str(options.lora)
+        if adapter is not None:
+            engine.load_adapter(adapter, adapter)
+        _add_requests(engine, batch.lines, printer, adapter, refuses_all=options.source is None)
         shows = sys.stderr.isatty() and not sys.stdout.isatty() if options.live is None else options.live
         of_pages = {"cache_dtype": model.page_kind[0], "page_bytes": model.page_bytes}
         with traced(engine.pool, trace, **of_pages), live_view(engine, shows):
@@ -179,7 +185,7 @@ def _say_packing(source: Source, dtype: str | None) -> None:
         say(f"{source.checkpoint.packing.describe()} {use}")
 
 
-def _add_requests(engine: Engine, lines: Lines, printer: Printer, *, refuses_all: bool) -> None:
+def _add_requests(engine: Engine, lines: Lines, printer: Printer, adapter: str | None, *, refuses_all: bool) -> None:
     """Adds a request for each line.
 
     Raises:
@@ -188,7 +194,9 @@ def _add_requests(engine: Engine, lines: Lines, printer: Printer, *, refuses_all
     for line in lines:
         try:
             if isinstance(line, PromptLine):
-                number = engine.add_request(line.tokens, line.sampling, line.n, namespace=line.namespace)
+                number = engine.add_request(
+                    line.tokens, line.sampling, line.n, namespace=line.namespace, adapter=adapter
+                )
                 printer.expect(number, line)
             else:
                 printer.refuse(line)

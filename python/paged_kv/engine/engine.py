@@ -376,6 +376,7 @@ class Engine:
                 for sample in self._batching.samples.values():
                     if sample.request is request:
                         self._batching.end(sample)
+                request.adapter = None
             else:
                 self._batching.add(Sample(request, 0, list(request.prompt)))
             self._submitted.popleft()  # last: an exception before it does all again
@@ -500,6 +501,7 @@ class Engine:
             self._batching.end(sample)
             if len(request.ended) == request.samples:
                 self._unfinished.pop(request.number, None)
+                request.adapter = None
         request.outbox.last = link
 
     def _recover(self) -> None:

@@ -116,7 +116,8 @@ class Request:
     root: bytes | None = None
     """The root of the chains of its pages on disk (`disk_tier`); None where they are not kept there."""
     adapter: Adapter | None = None
-    """The adapter that computes it; None for the model itself."""
+    """The adapter that computes it; None for the model itself, and when it has ended: an adapter's memory is free when
+    nothing refers to it."""
     cached: int = 0
     """Tokens of its prompt that were in the cache when it began."""
     prompt_logprobs: list[Logprobs] = field(default_factory=list)

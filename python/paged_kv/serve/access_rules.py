@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from paged_kv.serve.origins import Origins
 
-Access: TypeAlias = Literal["open", "client", "metrics", "profile"]
+Access: TypeAlias = Literal["open", "client", "metrics", "profile", "adapters"]
 """Who may call a route: everyone, whoever has the key, or with the key too an operator whose option is set."""
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 

@@ -35,9 +35,9 @@ _LONG = 4096
 """Bytes of a body above which it is read in a thread."""
 _COMPILED = (
     *(b'"tools"', b'"response_format"', b'"structured_outputs"', b'"guided_', b'"grammar"'),
-    *(b'"format"', b'"output_config"', b'"output_format"'),
+    *(b'"format"', b'"output_config"', b'"output_format"', b'"lora_path"'),
 )
-"""Fields whose structures are tried out, perhaps for seconds."""
+"""Fields whose structures are tried out, or whose files are read, perhaps for seconds."""
 _REFUSALS = (ContractError, ContractTypeError, CheckpointError, ToolchainError)
 
 

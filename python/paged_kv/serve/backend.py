@@ -20,6 +20,8 @@ class Job:
     """With a seed, so that it can be computed again."""
     n: int = 1
     namespace: Hashable = None
+    adapter: str | None = None
+    """The name of the LoRA adapter that computes it."""
     avoid: frozenset[str] = frozenset()
     """Names of replicas on which it failed."""
 

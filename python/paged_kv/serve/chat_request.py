@@ -113,7 +113,7 @@ class Conversation:
         most = read_max_tokens(body, limits, left, 1, left)
         options |= {"structured_output": structure, "skip_special_tokens": self.format.skip_special_tokens}
         sampling = read_sampling(body, model, most, **options)
-        return Job(tokens, sampling, n, body.text("cache_salt", None)), prompt
+        return Job(tokens, sampling, n, body.text("cache_salt", None), model.adapter), prompt
 
 
 _BILLING = re.compile(r"^x-anthropic-billing-header:[^\n]*\n?", re.MULTILINE)

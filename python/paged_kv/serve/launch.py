@@ -55,6 +55,7 @@ def serve(settings: Settings) -> None:
     for line in described(setup, model):
         say(line)
     engine = setup.engine(model.tokenizer)
+    model.store = engine if settings.lora or settings.lora_loading else None
     backend = LocalBackend(engine, most_samples, settings.stall_seconds)
     profiling = Profiling(cast("DecoderModel", engine.model)) if settings.profile else None
     metrics = Metrics(settings.name, backend)
@@ -96,6 +97,8 @@ def described(setup: EngineSetup, model: ServedModel) -> list[str]:
         others.append(f"where a request does not say it, the model's {chosen}")
     if settings.speculate:
         others.append(f"speculation by {printable(settings.speculate)}")
+    if settings.lora:
+        others.append(f"adapters {', '.join(printable(name) for name, _ in settings.adapters())}")
     if settings.kv_disk:
         others.append(f"prefixes in {printable(settings.kv_disk)}, {settings.kv_disk_gb:g} GB at most")
     return [

@@ -40,7 +40,7 @@ class EngineSetup:
         """Loads the models, and compiles each step that is not on disk.
 
         Raises:
-            CheckpointError: the weights are not those of the configuration.
+            CheckpointError: the weights are not those of the configuration, or an adapter is not for the model.
             ToolchainError: a step cannot be compiled.
         """
         settings = self.settings
@@ -55,7 +55,7 @@ class EngineSetup:
             settings.cache_rotation,
             self.size.num_window_pages,
         )
-        return Engine(
+        engine = Engine(
             model,
             tokenizer,
             max_step_tokens=settings.max_step_tokens,
@@ -64,6 +64,9 @@ class EngineSetup:
             disk=self.disk,
             speculate=draft,
         )
+        for name, path in settings.adapters():
+            engine.load_adapter(name, path)
+        return engine
 
 
 def set_up(settings: Settings) -> EngineSetup:

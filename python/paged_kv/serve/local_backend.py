@@ -39,7 +39,9 @@ class LocalBackend:
             raise Busy(f"{self._samples} samples run or wait, {self._most} may: ask again later")
         self._samples += job.n
         try:
-            request = await self._streams.prepare(job.tokens, job.sampling, job.n, namespace=job.namespace)
+            request = await self._streams.prepare(
+                job.tokens, job.sampling, job.n, namespace=job.namespace, adapter=job.adapter
+            )
             self._asked_tokens += len(job.tokens)
             try:
                 async with aclosing(self._streams.run(request)) as batches:

@@ -54,7 +54,7 @@ def read_completion(body: BodyFields, model: ServedModel) -> Exchange:
     )
     body.end()
     return Completions(
-        [Job(each, sampling, best_of, namespace) for each in tokens],
+        [Job(each, sampling, best_of, namespace, model.adapter) for each in tokens],
         model,
         wishes,
         n=n,

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from paged_kv.serve import server_state
 from paged_kv.serve.access_rules import Access
+from paged_kv.serve.adapters import load_adapter, unload_adapter
 from paged_kv.serve.anthropic_messages import count_tokens, read_messages_request
 from paged_kv.serve.error_forms import ANTHROPIC, ANTHROPIC_VERSION, OPENAI, RESPONSES, ErrorForm
 from paged_kv.serve.fields import BodyFields
@@ -60,6 +61,8 @@ ROUTES = (
     Route("/v1/responses/input_tokens", count_input_tokens, errors=RESPONSES),
     Route("/v1/messages", read_messages_request, errors=ANTHROPIC),
     Route("/v1/messages/count_tokens", count_tokens, errors=ANTHROPIC),
+    Route("/v1/load_lora_adapter", load_adapter, access="adapters"),
+    Route("/v1/unload_lora_adapter", unload_adapter, access="adapters"),
     Route("/tokenize", tokenize),
     Route("/detokenize", detokenize),
     Route("/v1/models", answer=server_state.list_models, is_shared=True),

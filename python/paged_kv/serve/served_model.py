@@ -9,7 +9,8 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from hashlib import sha256
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from paged_kv.arguments import printable, shown
 from paged_kv.checkpoint.source import Source
@@ -55,6 +56,23 @@ class ContextExceeded(FieldError):
         """The words that Anthropic's clients recognise; an answer has a token."""
 
 
+class AdapterStore(Protocol):
+    """The LoRA adapters of an engine; each is served under its name."""
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of those that are loaded."""
+        ...
+
+    def load_adapter(self, name: str, path: Path | str) -> None:
+        """Loads an adapter. Raises as `Engine.load_adapter`."""
+        ...
+
+    def unload_adapter(self, name: str) -> None:
+        """Forgets an adapter."""
+        ...
+
+
 class ServedModel:
     """A checkpoint as clients ask for it.
 
@@ -86,6 +104,10 @@ class ServedModel:
 
         self.name, self.config = name, source.config
         self.names = tuple(dict.fromkeys((name, *aliases)))
+        self.store: AdapterStore | None = None
+        """The adapters, which are served beside the model; None where there are none."""
+        self.adapter: str | None = None
+        """The name of the one that a request asks for."""
         self.most_samples = most_samples
         self.most_tokens = min(most_tokens, source.config.max_position_embeddings)
         self.created = int(time.time())
@@ -104,12 +126,18 @@ class ServedModel:
 
     def named(self, name: str) -> ServedModel:
         """The model by another of its names. Raises UnknownModel where it is none."""
-        if name not in self.names:
-            names = " or ".join(map(repr, self.names))
+        if name not in self.served_names:
+            names = " or ".join(map(repr, self.served_names))
             raise UnknownModel("model", f"expected {names}, got {printable(repr(name))}")
         named = copy(self)
         named.name = name
+        named.adapter = None if name in self.names else name
         return named
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """Names that requests may ask for: the model's, then those of adapters."""
+        return self.names if self.store is None else (*self.names, *self.store.adapters)
 
     def check_samples(self, field: str, prompts: int, n: int) -> None:
         """Refuses a request whose samples the server can never hold at once.
@@ -172,7 +200,7 @@ class ServedModel:
             card: dict[str, Any] = {"type": "model", "id": self.name, "display_name": self.name, "created_at": created}
             return card | {"lifecycle": "active", "max_input_tokens": self.most_tokens, "max_tokens": self.most_tokens}
         card = {"id": self.name, "object": "model", "created": self.created, "owned_by": "paged-kv"}
-        return card | {"max_model_len": self.most_tokens}
+        return card | {"max_model_len": self.most_tokens} | ({"parent": self.names[0]} if self.adapter else {})
 
     def token_text(self, token: int, prefix: str = "") -> str:
         r"""The text of a token inside a text; of a part of a character `prefix` and its bytes, as `\xe2\x80`."""

@@ -28,9 +28,11 @@ class ServerState:
 async def list_models(server: ServerState, request: Request) -> Response:
     """Each name of the model, in the words of OpenAI's /v1/models or of Anthropic's."""
     model, for_anthropic = server.model, ANTHROPIC_VERSION in request.headers
-    listed = {"data": [model.named(each).describe(for_anthropic=for_anthropic) for each in model.names]}
+    listed = {"data": [model.named(each).describe(for_anthropic=for_anthropic) for each in model.served_names]}
     if for_anthropic:
-        return JSONResponse(listed | {"has_more": False, "first_id": model.names[0], "last_id": model.names[-1]})
+        return JSONResponse(
+            listed | {"has_more": False, "first_id": model.served_names[0], "last_id": model.served_names[-1]}
+        )
     return JSONResponse({"object": "list"} | listed)
 
 

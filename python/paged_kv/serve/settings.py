@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from paged_kv.arguments import integer
+from paged_kv.arguments import integer, printable
 from paged_kv.errors import ContractError
 from paged_kv.kv_formats import KVFormat
 from paged_kv.options import CacheRotation
@@ -50,6 +50,10 @@ class Settings:
     kv_disk_gb: float = 10.0
     speculate: str | None = None
     """"lookup", or a smaller checkpoint."""
+    lora: tuple[str, ...] = ()
+    """LoRA adapters that are loaded at the start: `NAME=PATH`."""
+    lora_loading: bool = False
+    """True if operators may load and unload adapters."""
     chat_template: Path | None = None
     generation_config: Literal["model", "none"] = "model"
     """The source of sampling fields that a request leaves out: the model's generation_config.json, or nowhere."""
@@ -86,6 +90,21 @@ class Settings:
             raise ContractError("--pages, --memory-gb: expected one of them, got both")
         if self.profile and self.speculate is not None:
             raise ContractError("--profile: not supported with --speculate, whose steps are of other kinds")
+        if self.profile and (self.lora or self.lora_loading):
+            raise ContractError("--profile: not supported with --lora, whose steps are of other kinds")
+        names = [self.name, *self.aliases, *(name for name, _ in self.adapters())]
+        if len(set(names)) < len({self.name, *self.aliases}) + len(self.lora):
+            raise ContractError(
+                f"--lora: expected names that differ from one another and from the model's, got {names}"
+            )
+
+    def adapters(self) -> list[tuple[str, Path]]:
+        """The adapters of `--lora`. Raises ContractError where one is no `NAME=PATH`."""
+        pairs = [each.partition("=") for each in self.lora]
+        for each, (name, _, path) in zip(self.lora, pairs, strict=True):
+            if not name or not path:
+                raise ContractError(f"--lora: expected NAME=PATH, got {printable(each)}")
+        return [(name, Path(path)) for name, _, path in pairs]
 
     def rules(self, max_length: int) -> AccessRules:
         """Return who may ask this server, and how much at once.
@@ -105,7 +124,11 @@ class Settings:
         hosts = {host_name(f"[{name}]" if name.count(":") > 1 else name) for name in self.allowed_hosts}
         size = self.max_body_bytes or max(MIN_BODY_BYTES, BODY_BYTES_PER_TOKEN * max_length)
         origins = Origins(frozenset(map(read_origin, self.allowed_origins)), frozenset(hosts))
-        options: tuple[tuple[Access, bool], ...] = (("metrics", self.metrics), ("profile", self.profile))
+        options: tuple[tuple[Access, bool], ...] = (
+            ("metrics", self.metrics),
+            ("profile", self.profile),
+            ("adapters", self.lora_loading),
+        )
         access = AccessRules.access | {name for name, is_set in options if is_set}
         return AccessRules(key, LOOPBACK | hosts | {self.host.lower()}, access, size, self.max_connections, origins)
 
