@@ -119,6 +119,10 @@ def serve(monkeypatch):
         (["--demo", "--kv-disk-gb", "0"], "--kv-disk-gb: expected a number above 0"),
         (["--demo", "--kv-disk", __file__], "is no folder"),
         (["--demo", "--profile", "--speculate", "lookup"], "--profile: not supported with --speculate"),
+        (["--demo", "--profile", "--lora", "a=b"], "--profile: not supported with --lora"),
+        (["--demo", "--lora", "a"], "--lora: expected NAME=PATH, got a"),
+        (["--demo", "--lora", "a=b", "--lora", "a=c"], "--lora: expected names that differ"),
+        (["--demo", "--lora", "demo=b"], "--lora: expected names that differ"),
         (["--demo", "--host", "0.0.0.0"], "lets other machines in"),
         (["--demo", "--api-key", "a b"], "visible ASCII"),
         (["--demo", "--chat-template", "/nothing"], "--chat-template /nothing: cannot be read"),
@@ -128,6 +132,11 @@ def serve(monkeypatch):
 def test_what_cannot_be_is_refused_before_anything_is_compiled(serve, arguments, message):
     with pytest.raises(ContractError, match=message.replace("(", "\\(")):
         serve(*arguments)
+
+
+def test_an_adapter_that_is_missing_is_refused(serve):
+    with pytest.raises(CheckpointError, match="/nothing: expected a folder"):
+        serve("--demo", "--lora", "a=/nothing")
 
 
 def test_a_draft_with_other_tokens_is_refused(serve, tmp_path):

@@ -94,7 +94,7 @@ def test_the_key_is_in_no_environment_and_no_command_line(server):
             assert KEY.encode() not in read.read()
 
 
-OPERATORS = [route.path for route in ROUTES if route.access in ("metrics", "profile")]
+OPERATORS = [route.path for route in ROUTES if route.access in ("metrics", "profile", "adapters")]
 
 
 @pytest.mark.parametrize("path", [*OPERATORS, "/docs", "/openapi.json", "/reset_prefix_cache"])

@@ -71,6 +71,7 @@ def served(
         engine = load(folder, **{"num_pages": 512, "page_size": PAGE_SIZE, "dtype": "float32"} | options)
     source = open_source(folder)
     model = ServedModel(source, "demo", length, template, source.sampling(OF_MODEL), most_samples=most_samples)
+    model.store = engine
     backend = LocalBackend(engine, most_samples)
     profiling = Profiling(engine.model) if profile else None
     app = application(model, backend, Metrics("demo", backend), strict=strict, profiling=profiling)

@@ -118,6 +118,7 @@ REQUESTS = [
     (scope_of(key=None, path="/docs", method="GET"), 404, OPEN_RULES),
     (scope_of("/metrics"), 200, OPERATORS_RULES),
     (scope_of("/metrics", key=None), 401, OPERATORS_RULES),
+    (scope_of("/v1/load_lora_adapter"), 200, replace(RULES, access=RULES.access | {"adapters"})),
     (scope_of("/docs"), 404, OPERATORS_RULES),
     (scope_of("/start_profile"), 404, OPERATORS_RULES),
 ]

@@ -9,6 +9,7 @@ from typing import Any
 from max.dtype import DType
 
 from paged_kv.arguments import printable
+from paged_kv.checkpoint.adapters import read_adapter
 from paged_kv.checkpoint.source import Source, open_source
 from paged_kv.checkpoint.weights import progress_bar
 from paged_kv.engine.disk_tier import DiskTier
@@ -73,11 +74,13 @@ def set_up(settings: Settings) -> EngineSetup:
     """Check the settings of an engine, and work out its dtype and pages.
 
     Raises:
-        CheckpointError: there is no model that this package runs.
+        CheckpointError: there is no model that this package runs, or an adapter is not for it.
         ContractError: a setting is bad or does not go with another, or the cache does not fit.
     """
     settings.check()
     source = open_source(settings.model)
+    for _, path in settings.adapters():
+        read_adapter(path, source.config, source.layer_names())
     dtype = dtype_of(source, settings.dtype)
     size = cache_size_of(
         with_cache_rotation(source.config, settings.cache_rotation),
