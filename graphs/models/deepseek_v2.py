@@ -4,10 +4,11 @@ layers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paged_kv.graphs.models.config import DecoderConfig, LatentSizes, read_config, read_rope, rope_section
-from paged_kv.graphs.models.family import Family
+from paged_kv.graphs.models.family import EXPERTS, LAYER, Family, Gguf, Number
 from paged_kv.graphs.models.fields import Fields
 from paged_kv.graphs.models.mixture import COUNT_KEYS, Experts, read_experts
 from paged_kv.graphs.rope import Rope, Yarn
@@ -24,8 +25,12 @@ def read(fields: Fields) -> DecoderConfig:
     return read_latent_model(fields.with_defaults(first_k_dense_replace=0, n_shared_experts=2))
 
 
-def read_latent_model(fields: Fields, **routing: Any) -> DecoderConfig:
-    """A model with latent attention and experts after the first layers; `routing` is what `read_experts` takes."""
+def read_latent_model(fields: Fields, mixtures: Sequence[bool] | None = None, **routing: Any) -> DecoderConfig:
+    """A model with latent attention and experts; `routing` is what `read_experts` takes.
+
+    Args:
+        mixtures: Whether each layer has experts; None: those after the first `first_k_dense_replace`.
+    """
     latent = _latent(fields)
     heads = fields.integer("num_attention_heads")
     if fields.integer("num_key_value_heads", default=heads) != heads:
@@ -40,7 +45,7 @@ def read_latent_model(fields: Fields, **routing: Any) -> DecoderConfig:
         sizes,
         rope=rope,
         latent=latent,
-        experts=_experts(fields, **routing),
+        experts=_experts(fields, mixtures, **routing),
         sm_scale=head_dim**-0.5 * _sharpening(fields, rope) ** 2,
     )
 
@@ -73,15 +78,15 @@ def _latent(fields: Fields) -> LatentSizes:
     )
 
 
-def _experts(fields: Fields, **routing: Any) -> Experts | None:
-    first = 0 if fields.get("first_k_dense_replace") == 0 else fields.integer("first_k_dense_replace")
-    layers = fields.layers()
-    if first >= layers:
+def _experts(fields: Fields, mixtures: Sequence[bool] | None, **routing: Any) -> Experts | None:
+    if mixtures is None:
+        first = fields.integer("first_k_dense_replace", least=0)
+        if first < fields.layers() and fields.integer("moe_layer_freq", default=1) != 1:
+            raise fields.error("moe_layer_freq", "expected 1: experts in every layer from the first on")
+        mixtures = [index >= first for index in range(fields.layers())]
+    if not any(mixtures):
         return None
-    if fields.integer("moe_layer_freq", default=1) != 1:
-        raise fields.error("moe_layer_freq", "expected 1: experts in every layer from the first on")
     shared_inner = fields.integer("moe_intermediate_size") * fields.integer("n_shared_experts")
-    mixtures = [index >= first for index in range(layers)]
     return read_experts(fields, mixtures, count_keys=COUNT_KEYS[:1], shared_inner=shared_inner, **routing)
 
 
@@ -97,4 +102,59 @@ def _sharpening(fields: Fields, rope: Rope) -> float:
     return Yarn.grown(rope.scaling.factor, section.number("mscale_all_dim"))
 
 
-FAMILY = Family(architecture="DeepseekV2ForCausalLM", model_type="deepseek_v2", read=read, engine_only=True)
+def _of_metadata(values: Mapping[str, Any], number: Number) -> dict[str, Any]:
+    """Which of DeepSeek's models it is: V3 and the like choose experts by sigmoids, with a bias. Older files do not say
+    by what, and have the bias alone.
+    """
+    function, groups = number("expert_gating_func", 0), values["n_group"] or 1
+    is_sigmoid = function == 2 or (function == 0 and values["use_expert_bias"])
+    rope, all_dim = values["rope_scaling"], number("rope.scaling.yarn_log_multiplier", 0.0)
+    if rope is not None and all_dim:  # a tenth of it; there is no word for `mscale`, in published models the same
+        rope = rope | dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * all_dim, 6))
+    return {
+        "architectures": [f"DeepseekV{3 if is_sigmoid else 2}ForCausalLM"],
+        "topk_method": "noaux_tc" if is_sigmoid else "group_limited_greedy" if groups > 1 else "greedy",
+        "n_group": groups,
+        "topk_group": values["topk_group"] or 1,
+        "rope_scaling": rope,
+    }
+
+
+FAMILY = Family(
+    architecture="DeepseekV2ForCausalLM",
+    model_type="deepseek_v2",
+    read=read,
+    gguf=Gguf(
+        "deepseek2",
+        layer=LAYER
+        | EXPERTS
+        | {
+            "self_attn.q_a_proj": "attn_q_a",
+            "self_attn.q_a_layernorm": "attn_q_a_norm",
+            "self_attn.q_b_proj": "attn_q_b",
+            "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+            "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+            "self_attn.k_up_proj": "attn_k_b",
+            "self_attn.v_up_proj": "attn_v_b",
+        },
+        sizes={
+            "n_routed_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+        },
+        counts={
+            "n_shared_experts": "expert_shared_count",
+            "first_k_dense_replace": "leading_dense_block_count",
+            "n_group": "expert_group_count",
+            "topk_group": "expert_group_used_count",
+        },
+        multipliers={"routed_scaling_factor": "expert_weights_scale"},
+        flags={"norm_topk_prob": "expert_weights_norm"},
+        finish=_of_metadata,
+        reads=frozenset({"expert_gating_func", "rope.scaling.yarn_log_multiplier"}),
+        drafts="nextn_predict_layers",
+        latent=True,
+        neutral={"expert_gating_func": (0, 1, 2)},  # softmax and sigmoids
+    ),
+    engine_only=True,
+)

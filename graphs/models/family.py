@@ -143,6 +143,8 @@ class Gguf:
     """Layers with a window have a rotation of their own."""
     window_theta: float | None = None
     """Its base where the file has none; that of the other layers where it is None."""
+    latent: bool = False
+    """Attention is latent (MLA); the file has its sizes in one of two layouts."""
     rotates_a_part: bool = False
     """Rotation may cover only a part of each head."""
     rope_tensors: tuple[str, ...] = ()

@@ -63,19 +63,19 @@ def latent_attention(
     q_rope = ops.reshape(q_rope, [q.shape[0], heads, latent.rope_dim])
     o, _ = paged.mla_attention(
         cache,
-        by_head(q_nope, parameters.values[f"{at}.k_up_proj.weight"]),
+        _by_head(parameters, q_nope, f"{at}.k_up_proj"),
         q_rotary.of_pairs(q_rope),
         of_q.batch,
         of_q.lengths,
         layer=layer,
         sm_scale=config.sm_scale,
     )
-    values = by_head(o, parameters.values[f"{at}.v_up_proj.weight"])
+    values = _by_head(parameters, o, f"{at}.v_up_proj")
     return parameters.linear(ops.reshape(values, [values.shape[0], heads * latent.v_dim]), f"{at}.o_proj")[0]
 
 
-def by_head(x: TensorValue, w: TensorValue) -> TensorValue:
-    """Each head of `x` `[N, H, K]` by its own weight of `w` `[H, M, K]`: `[N, H, M]`."""
-    heads = int(w.shape[0])
+def _by_head(parameters: Parameters, x: TensorValue, name: str) -> TensorValue:
+    """Each head of `x` `[N, H, K]` by its own weight of a stack `[H, M, K]`: `[N, H, M]`."""
+    heads = parameters.config.num_attention_heads
     index = constant(np.arange(heads, dtype=np.int32).reshape(1, heads), x.device)
-    return paged.expert_linear(x, w, ops.broadcast_to(index, [x.shape[0], heads]))
+    return parameters.experts(x, ops.broadcast_to(index, [x.shape[0], heads]), name)[0]

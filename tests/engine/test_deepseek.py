@@ -1,4 +1,4 @@
-"""DeepSeek-V2's and V3's step against Hugging Face transformers: latent attention over pages, experts, greedy texts."""
+"""Models with latent attention against Hugging Face transformers: pages of latents, experts, greedy texts."""
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ MEMBERS = {
     "lite, bfloat16": (DType.bfloat16, *PAGES),
     "v2": (DType.float32, *PAGES_OF_5),
     "v3": (DType.float32, *PAGES),
+    "glm4_moe_lite": (DType.float32, *PAGES),
 }
 EXACT = [name for name, (dtype, *_) in MEMBERS.items() if dtype == DType.float32]
 

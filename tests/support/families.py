@@ -156,6 +156,10 @@ CASES = {
             "attention_bias": True,
         },
     ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        EXPERTS | {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 16, "pad_token_id": 0},
+    ),
     "mixtral": ("Mixtral", EXPERTS | {"num_local_experts": 16, "sliding_window": 19}),
     "llama4": (
         "Llama4",
@@ -430,6 +434,21 @@ LATENT_CASES = {
             "first_k_dense_replace": 1,
             "routed_scaling_factor": 2.5,
             "rope_parameters": DEEPSEEK_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    # GLM-4.7-Flash: V3's switches, and which layers have experts.
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        DEEPSEEK
+        | {
+            "head_dim": 8,
+            "num_hidden_layers": 3,
+            "q_lora_rank": 48,
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 3,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "routed_scaling_factor": 1.8,
+            "rms_norm_eps": 1e-2,  # of all norms but those of latents
         },
     ),
 }

@@ -71,6 +71,17 @@ MODELS = {
          "num_nextn_predict_layers": 0, "use_qk_norm": True,
          "attention_bias": True, "n_group": 1, "topk_group": 1},
     ),
+    "deepseek2": (
+        transformers.DeepseekV3Config,
+        {"head_dim": 16, "num_key_value_heads": 8, "q_lora_rank": 256, "kv_lora_rank": 256, "qk_nope_head_dim": 32,
+         "qk_rope_head_dim": 16, "v_head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2,
+         "topk_group": 1, "moe_intermediate_size": 256, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0},
+    ),
+    "minimax-m2": (
+        transformers.MiniMaxM2Config,
+        {"head_dim": 32, "rotary_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2,
+         "intermediate_size": 256},
+    ),
     "ernie4_5-moe": (
         transformers.Ernie4_5_MoeConfig,
         {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 256, "moe_layer_start_index": 1,
@@ -134,6 +145,7 @@ MODELS = {
 RENAMED = {
     "block_sparse_moe.router": "mlp.gate",
     "gate.moe_statics": "gate",
+    "mlp.e_score": "mlp.gate.e_score",
     "block_sparse_moe": "mlp",
     "query_layernorm": "q_norm",
     "key_layernorm": "k_norm",
@@ -151,6 +163,8 @@ ARCHITECTURES = {
     "mixtral": "llama",
     "hunyuan_v1_dense": "hunyuan-dense",
     "glm4_moe": "glm4moe",
+    "deepseek_v3": "deepseek2",
+    "minimax_m2": "minimax-m2",
     "ernie4_5_moe": "ernie4_5-moe",
     "ministral3": "mistral3",
     "llama4_text": "llama4",
@@ -227,7 +241,18 @@ def _choice_biases(model):
     return {name: bias for name, bias in model.named_buffers() if name.endswith("e_score_correction_bias")}
 
 
-def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors=None, part_tensors=0, vocabulary=None):
+def write_gguf(
+    file,
+    model,
+    encoding_of,
+    *,
+    drop=(),
+    metadata=None,
+    more_tensors=None,
+    part_tensors=0,
+    vocabulary=None,
+    unsplit=False,
+):
     """Writes `model` to `file`, and rounds its weights to what the file holds of them.
 
     Args:
@@ -237,6 +262,7 @@ def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors
         more_tensors: Float32 tensors by their names in GGUF.
         part_tensors: How many a file has, where `file` is the name without the parts' numbers; 0: one file has all.
         vocabulary: Writes the tokenizer's metadata, given the writer.
+        unsplit: Of latent attention the older layout, with one tensor of keys and values.
     """
     config = model.config
     architecture = ARCHITECTURES.get(config.model_type, config.model_type)
@@ -248,6 +274,10 @@ def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors
         values |= gguf_hybrids.keys(architecture, config)
     if architecture == "glm4moe":
         values |= {"glm4moe.expert_weights_norm": config.norm_topk_prob, "glm4moe.expert_gating_func": 2}
+    if architecture == "deepseek2":
+        values |= _keys_of_latents(config, unsplit)
+    if architecture == "minimax-m2":
+        values["minimax-m2.expert_gating_func"] = 2
     if architecture == "ernie4_5-moe":
         shared = config.moe_num_shared_experts * config.moe_intermediate_size
         values["ernie4_5-moe.expert_shared_feed_forward_length"] = shared
@@ -258,7 +288,7 @@ def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors
     parameters = rope.get("full_attention", rope)
     values[f"{architecture}.rope.freq_base"] = parameters["rope_theta"]
     part = parameters.get("partial_rotary_factor", 1.0)
-    if part != 1:
+    if part != 1 and architecture != "deepseek2":
         values[f"{architecture}.rope.dimension_count"] = int(part * values[f"{architecture}.attention.key_length"])
     if parameters.get("rope_type") == "yarn":
         scaling = f"{architecture}.rope.scaling"
@@ -281,8 +311,9 @@ def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors
     (known,) = (number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(known, config.num_hidden_layers)
     with torch.no_grad():
-        for name, weight in hugging_face_weights(model).items():
-            known = name.replace("sinks.weight", "sinks").replace("correction_bias", "correction.bias")
+        for name, weight in hugging_face_weights(model, unsplit).items():
+            known = name.replace("_up_proj", "_b_proj") if "self_attn" in name else name
+            known = known.replace("sinks.weight", "sinks").replace("correction_bias", "correction.bias")
             if architecture == "gemma4":
                 known = _gemma4_name(name)
             stored = gguf_hybrids.stored_name(name) or names.get_name(known, try_suffixes=KINDS_OF_TENSORS)
@@ -315,7 +346,7 @@ def _plain_keys(config, architecture, drop):
     values = {}
     for key, name in _KEYS.items():
         value = getattr(config, name, None)
-        if value is None and name == "moe_intermediate_size" and architecture in ("gpt-oss", "llama4"):
+        if value is None and name == "moe_intermediate_size" and architecture in ("gpt-oss", "llama4", "minimax-m2"):
             value = config.intermediate_size
         if name == "intermediate_size":
             value = getattr(config, "intermediate_size_mlp", value)
@@ -336,6 +367,19 @@ def _plain_keys(config, architecture, drop):
         if value is not None and key not in drop and not (key.startswith("expert") and architecture in UNMIXED):
             values[f"{architecture}.{key}"] = value
     return values
+
+
+def _keys_of_latents(config, unsplit):
+    """Sizes of heads, absorbed but in older files, and the keys of experts."""
+    rank, rotated, value = config.kv_lora_rank, config.qk_rope_head_dim, config.v_head_dim
+    lengths = {"key_length": config.qk_nope_head_dim + rotated, "value_length": value}
+    values = {f"attention.{key}{'' if unsplit else '_mla'}": length for key, length in lengths.items()}
+    if not unsplit:
+        values |= {"attention.head_count_kv": 1, "attention.key_length": rank + rotated, "attention.value_length": rank}
+    values |= {"attention.kv_lora_rank": rank, "attention.q_lora_rank": config.q_lora_rank}
+    values |= {"rope.dimension_count": rotated, "expert_gating_func": 2, "expert_weights_norm": config.norm_topk_prob}
+    values |= {"expert_group_count": config.n_group, "expert_group_used_count": config.topk_group}
+    return {f"deepseek2.{key}": value for key, value in values.items()}
 
 
 def _keys_of_gemma4(config):
@@ -395,7 +439,7 @@ def finish(writer):
     writer.close()
 
 
-def hugging_face_weights(model):
+def hugging_face_weights(model, unsplit=False):
     """Views of the model's weights by their names in a checkpoint; of experts, stacks `[count, out, in]` of gate, of up
     and of down.
     """
@@ -407,6 +451,14 @@ def hugging_face_weights(model):
         return _of_gemma4(model)
     alternates, transposed = kind_of_model == "gpt_oss", kind_of_model in ("gpt_oss", "llama4_text")
     for name, weight in [*model.named_parameters(), *_choice_biases(model).items()]:
+        if name.endswith("kv_b_proj.weight") and not unsplit:
+            nope, of_heads = (
+                model.config.qk_nope_head_dim,
+                weight.view(model.config.num_attention_heads, -1, weight.shape[1]),
+            )
+            found[name.replace("kv_b_proj", "k_up_proj")] = of_heads[:, :nope].transpose(1, 2)
+            found[name.replace("kv_b_proj", "v_up_proj")] = of_heads[:, nope:]
+            continue
         for theirs, ours in RENAMED.items():
             name = name.replace(theirs, ours)
         stem, kind = (name.removesuffix("_bias"), "bias") if name.endswith("_bias") else (name, "weight")

@@ -50,6 +50,19 @@ CONVERSIONS = {
     "exaone4": {"num_hidden_layers": 4, "sliding_window_pattern": 4},
     "cohere2": {"rotary_pct": 1.0, "num_hidden_layers": 4, "layer_types": None},
     "glm4_moe": {"n_group": 1, "topk_group": 1},
+    # As DeepSeek-V2-Lite is published.
+    "v2": {
+        "q_lora_rank": None,
+        "topk_method": "greedy",
+        "n_group": 1,
+        "topk_group": 1,
+        "scoring_func": "softmax",
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 1,
+        "tie_word_embeddings": False,
+        "rope_parameters": LATENT_CASES["lite"][1]["rope_parameters"],
+    },
+    "minimax_m2": {"scoring_func": "sigmoid"},
     "llama4": {
         "num_hidden_layers": 4,
         "moe_layers": None,

@@ -15,7 +15,8 @@ VALUES = 2
 """Values that are tried for each key, beside none and null; all of them with `--every-value`."""
 EXPLAINED = {
     # transformers' own number of all published models, of which no part of latent attention makes use.
-    ("v3", "num_key_value_heads, dropped")
+    ("v3", "num_key_value_heads, dropped"),
+    ("glm4_moe_lite", "num_key_value_heads, dropped"),
 }
 
 

@@ -33,6 +33,7 @@ MIXED = {
     "attn_v": "F16",
     "ffn_down": "Q4_0",
     "attn_output": "BF16",
+    "attn_k_b": "Q8_0",
 }
 
 

@@ -63,11 +63,22 @@ NOT_NEUTRAL = {
     | {"expert_weights_scale", "expert_shared_count"},
     "ernie4_5-moe": {"leading_dense_block_count"},
     "llama4": {"expert_gating_func"},
+    "minimax-m2": {"expert_gating_func", "feed_forward_length", "rope.dimension_count"},
+    "deepseek2": {
+        "rope.dimension_count",
+        "leading_dense_block_count",
+        "expert_gating_func",
+        "expert_weights_scale",
+        "expert_shared_count",
+        "expert_group_count",
+    },
     "olmoe": {"expert_weights_norm", "feed_forward_length"},
     "granitehybrid": {"attention.scale", "feed_forward_length", "rope.scaling.finetuned"},
     "nemotron_h": {"feed_forward_length"},
     "nemotron_h_moe": {"feed_forward_length", "expert_shared_count", "expert_weights_scale", "expert_weights_norm"},
 }
+FREE = {(kind, "feed_forward_length") for kind in ("gpt-oss", "minimax-m2")}
+"""Without effect where all layers have experts."""
 LAYER_NORMS = {"attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"}
 OWN_WITHOUT_EFFECT = {
     "granite": GRANITE,
@@ -86,7 +97,9 @@ HUGGING_FACE = {
     "logit_scale": "logits_scaling", "attention.layer_norm_epsilon": "norm_eps", "rope.freq_base": "rope_theta",
     "expert_used_count": "num_experts_per_tok", "expert_count": "expert", "expert_group_count": "n_group",
     "expert_group_used_count": "topk_group", "embedding_length": "values", "feed_forward_length": "tensor",
-    "attention.shared_kv_layers": "num_kv_shared_layers",
+    "attention.shared_kv_layers": "num_kv_shared_layers", "expert_weights_norm": "norm_topk_prob",
+    "attention.q_lora_rank": "q_lora_rank", "attention.value_length_mla": "v_head_dim",
+    "rope.scale_linear": "rope_scaling", "rope.scaling.factor": "rope_scaling",
     "ssm.group_count": "head", "ssm.inner_size": "head", "ssm.time_step_rank": "head",
 }  # fmt: skip
 """The words that an error may say instead."""
@@ -151,7 +164,7 @@ def test_a_key_is_used_or_refused(headers, kind, key):
     without = WITHOUT_EFFECT - ({"rope.scaling.finetuned"} if kind.startswith("granite") else set())
     without |= OWN_WITHOUT_EFFECT.get(kind, set()) | (OF_WINDOWS if kind not in WINDOWED else set())
     without |= LAYER_NORMS - {GGUF_FAMILIES[kind].eps[1]}
-    if key in without or (kind, key) == ("gpt-oss", "feed_forward_length"):
+    if key in without or (kind, key) in FREE:
         assert all(config_of(header, **{key: value}) == config_of(header) for value in values)
         return
     known = [(base, config_of(header, **base)) for base in bases if key not in base]

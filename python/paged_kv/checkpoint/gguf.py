@@ -7,7 +7,7 @@ whose dtype differs from the requested one, and of the q and k of families whose
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,16 +23,19 @@ from paged_kv.arrays.dtypes import numpy_dtype
 from paged_kv.checkpoint import mxfp4, nvfp4
 from paged_kv.checkpoint.config import checkpoint_path, config_of
 from paged_kv.checkpoint.file_errors import file_errors
-from paged_kv.checkpoint.gguf_families import find_family, hugging_face_config, scaling_tensors
+from paged_kv.checkpoint.gguf_families import find_family, hugging_face_config, latent_tensors, scaling_tensors
 from paged_kv.checkpoint.gguf_header import GgufHeader, GgufTensor
 from paged_kv.checkpoint.gguf_parts import first_parts, read_parts
 from paged_kv.checkpoint.weights import OnProgress, check_layers
-from paged_kv.errors import CheckpointError
+from paged_kv.errors import CheckpointError, ContractError
 from paged_kv.graphs.encodings import GGUF_ENCODINGS, TABLE, Encoding, block_bytes
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.tensors import GATED_NORM, expected_tensors, unused_tensors, weight_dtype
 
 _FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+
+Dequantise = Callable[[npt.NDArray[np.uint8], Encoding], npt.NDArray[np.float32]]
+"""The weights `[N, K]` that blocks `[N, bytes of a row]` mean."""
 
 
 def find_gguf(path: Path | str) -> Path | None:
@@ -60,13 +63,18 @@ def open_gguf(file: Path | str) -> GgufCheckpoint:
     header = read_parts(file)
     with file_errors(header.file):
         find_family(header)
-        return GgufCheckpoint(replace(header, tensors=dict(_split_qkv(header))))
+        return GgufCheckpoint(replace(header, tensors=dict(_split(header))))
 
 
-def _split_qkv(header: GgufHeader) -> Iterator[tuple[str, GgufTensor]]:
-    """The tensors by name. q, k and v that the converter fused (`--fuse-qkv`) are split where the family has three."""
+def _split(header: GgufHeader) -> Iterator[tuple[str, GgufTensor]]:
+    """The tensors by name. q, k and v that the converter fused (`--fuse-qkv`) are split where the family has three, and
+    so is the one that makes keys and values of latents in older files.
+    """
     own = set(find_family(header).layer.values())
     for name, tensor in header.tensors.items():
+        if "attn_k_b" in own and name.endswith(".attn_kv_b.weight"):
+            yield from ((part.name, part) for part in latent_tensors(header, tensor))
+            continue
         layer, _, kind = name.partition(".attn_qkv.")
         output = header.tensors.get(f"{layer}.attn_output.weight")
         parts = [f"{layer}.attn_{part}.{kind}" for part in "qkv"]
@@ -109,21 +117,34 @@ class GgufCheckpoint:
             config = replace(config, experts=replace(config.experts, separate_gate_up=not is_fused))
         check_layers(config, self.header.tensors, self.header.file, stacks=True)
         tensors = {name: self._tensor(name) for name in expected_tensors(config)}
-        encodings = [(name, tensor.encoding) for name, tensor in tensors.items() if tensor.encoding in GGUF_ENCODINGS]
+        stay = {name: tensor.encoding for name, tensor in tensors.items() if not tensor.transposed}
+        encodings = [(name, encoding) for name, encoding in stay.items() if encoding in GGUF_ENCODINGS]
         attends = next((index for index in range(config.num_hidden_layers) if config.attends(index)), 0)
         at = f"model.layers.{attends}.self_attn"
-        query = tensors.get(f"{at}.q_proj.weight") or tensors.get(f"{at}.qkv_proj.weight")
+        names = (f"{at}.{name}_proj.weight" for name in ("q", "qkv", "q_a"))
+        query = next((tensors[name] for name in names if name in tensors), None)
         dtype = {"BF16": "bfloat16", "F16": "float16"}.get(query.encoding if query else "", "float32")
         return replace(config, encodings=tuple(encodings), float32_activations=bool(encodings), dtype=dtype)
 
-    def load(self, config: DecoderConfig, dtype: DType, progress: OnProgress | None = None) -> dict[str, np.ndarray]:
+    def load(
+        self,
+        config: DecoderConfig,
+        dtype: DType,
+        progress: OnProgress | None = None,
+        dequantise: Dequantise | None = None,
+    ) -> dict[str, np.ndarray]:
         """Every tensor of `expected_tensors(config)` as an array, of the map of the file where it is stored so.
 
         Those of `config.encodings` are uint8 `[N, bytes of a row]`, the others of `dtype`.
 
+        Args:
+            dequantise: For quantised tensors whose blocks do not lie along the rows of the step's weights: the keys of
+                older files with latent attention.
+
         Raises:
             CheckpointError: a tensor is missing, unexpected, or of a wrong shape or encoding; a scale of a
                 quantised one is not finite.
+            ContractError: dequantise is required.
         """
         expected = expected_tensors(config)
         tensors = {name: self._tensor(name) for name in expected}
@@ -136,7 +157,7 @@ class GgufCheckpoint:
                 if name in quantised:
                     arrays[name] = np.ascontiguousarray(self._rows(name, self._blocks(tensor, quantised[name]), config))
                 else:
-                    kind = weight_dtype(name, dtype)
+                    kind, tensor = weight_dtype(name, dtype), self._upright(tensor, dequantise)
                     arrays[name] = self._floats(name, tensor, kind, config).reshape(expected[name])
             done += tensor.data.size
             if progress is not None:
@@ -179,6 +200,23 @@ class GgufCheckpoint:
                 raise CheckpointError(
                     f"{self.header.file}: tensor {printable(name)} is no part of the model of the metadata"
                 )
+
+    def _upright(self, tensor: GgufTensor, dequantise: Dequantise | None) -> GgufTensor:
+        """The tensor with its data in the order of its shape."""
+        if not tensor.transposed:
+            return tensor
+        *stacks, columns, rows = tensor.shape
+        if tensor.encoding in _FLOATS:
+            values = tensor.data.view(_FLOATS[tensor.encoding])
+        elif dequantise is None:
+            raise ContractError(f"dequantise: required for tensor {printable(tensor.name)} in {tensor.encoding}")
+        else:
+            encoding = next(encoding for encoding in GGUF_ENCODINGS if encoding == tensor.encoding)
+            blocks = self._blocks(tensor, encoding)
+            values = dequantise(np.ascontiguousarray(blocks.reshape(-1, blocks.shape[-1])), encoding)
+        values = np.ascontiguousarray(values.reshape(*stacks, rows, columns).swapaxes(-1, -2))
+        kind = next(name for name, dtype in _FLOATS.items() if dtype == values.dtype)
+        return replace(tensor, encoding=kind, data=values.view(np.uint8), transposed=False)
 
     def _blocks(self, tensor: GgufTensor, encoding: Encoding) -> npt.NDArray[np.uint8]:
         """The blocks of a quantised tensor as the kernels take them, with scales that are finite."""

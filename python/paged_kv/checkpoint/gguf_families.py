@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from paged_kv.arguments import printable
 from paged_kv.checkpoint.end_tokens import FILL_IN_ENDS, end_tokens
-from paged_kv.checkpoint.gguf_header import GgufHeader
+from paged_kv.checkpoint.gguf_header import GgufHeader, GgufTensor
 from paged_kv.checkpoint.gguf_keys import OF_WINDOWED_LAYERS, WINDOWS, Metadata
+from paged_kv.checkpoint.gguf_latent import LATENT, latent_sizes, split_heads
 from paged_kv.checkpoint.gguf_rope import read_scaling, rope_tensors
 from paged_kv.checkpoint.gguf_tokenizer import default_ids, end_texts
 from paged_kv.errors import CheckpointError
@@ -41,6 +42,7 @@ _BY_TENSORS = {
     "attention_out_bias": "attn_output.bias",
     "mlp_bias": "ffn_up.bias",
     "use_qk_norm": "attn_q_norm.weight",
+    "use_expert_bias": "exp_probs_b.bias",
 }
 """Keys of config.json that are true where a layer has a tensor: in hybrid models the first one does not attend."""
 
@@ -65,6 +67,12 @@ def scaling_tensors(header: GgufHeader) -> tuple[str, ...]:
     return rope_tensors(metadata, family.rope_tensors)
 
 
+def latent_tensors(header: GgufHeader, tensor: GgufTensor) -> Iterator[GgufTensor]:
+    """The two tensors that newer files have in place of a layer's `attn_kv_b`, as `gguf_latent.split_heads`."""
+    family = find_family(header)
+    return split_heads(Metadata(header, family.name, _used(family)), tensor)
+
+
 def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
     """The `config.json` of the same model. Every key of the metadata is used, or known to have no effect.
 
@@ -77,8 +85,9 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
     values: dict[str, Any] = {"architectures": [_ARCHITECTURES[family.name]], "hidden_act": "silu", **family.defaults}
     values |= _named_keys(metadata, family)
     values |= _drafting_layers(metadata, family)
-    heads = _HeadSizes.of(metadata, family)
-    values |= heads.keys
+    latent = latent_sizes(metadata) if family.latent else {}
+    heads = _HeadSizes.of_latent(latent) if latent else _HeadSizes.of(metadata, family)
+    values |= latent or heads.keys
     windowed = _windowed_layers(metadata, family)
     values |= _windows(metadata, family, windowed)
     values |= _experts(metadata, family)
@@ -113,6 +122,11 @@ class _HeadSizes(NamedTuple):
             raise metadata.error("rope.dimension_count", f"expected head_dim = {dim} for {metadata.prefix}")
         if rotated > dim or (rotated != dim and rotated % 2):
             raise metadata.error("rope.dimension_count", f"expected an even number up to head_dim = {dim}")
+        return cls(dim, rotated, dim, rotated)
+
+    @classmethod
+    def of_latent(cls, sizes: Mapping[str, int]) -> _HeadSizes:
+        dim, rotated = sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"], sizes["qk_rope_head_dim"]
         return cls(dim, rotated, dim, rotated)
 
     @property
@@ -260,6 +274,7 @@ def _used(family: Gguf) -> frozenset[str]:
     used |= frozenset() if family.mixture is None else {"expert_count", "expert_used_count"}
     lengths = {"attention.key_length_swa", "attention.value_length_swa", "attention.shared_kv_layers"}
     used |= lengths if family.narrow_heads else set()
+    used |= LATENT if family.latent else set()
     return used | ({"rope.freq_base_swa"} if family.has_window_rope else set())
 
 

@@ -86,6 +86,9 @@ class GgufTensor:
     data: npt.NDArray[np.uint8]
     """Its bytes, `[out, bytes of a row]` where it has two dimensions: a view of the memory-mapped file. Empty where
     this package does not know the encoding's size."""
+    transposed: bool = False
+    """The last two dimensions of `shape` are those of the data in the other order: rows become columns when it is
+    loaded."""
 
 
 @dataclass(frozen=True)

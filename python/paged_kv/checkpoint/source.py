@@ -13,7 +13,7 @@ from max.graph import DeviceRef
 
 from paged_kv.checkpoint.config import checkpoint_folder, load_config, load_sampling
 from paged_kv.checkpoint.file_errors import file_errors
-from paged_kv.checkpoint.gguf import GgufCheckpoint, find_gguf, open_gguf
+from paged_kv.checkpoint.gguf import Dequantise, GgufCheckpoint, find_gguf, open_gguf
 from paged_kv.checkpoint.gguf_tokenizer import has_vocabulary, make_tokenizer
 from paged_kv.checkpoint.hub import located
 from paged_kv.checkpoint.packing import read_packing
@@ -69,15 +69,23 @@ class Source:
         names = {stored.name.removesuffix(".weight"): name.removesuffix(".weight") for name, stored in tensors}
         return {theirs: ours for theirs, ours in names.items() if theirs != ours}
 
-    def load(self, dtype: DType, progress: OnProgress | None = None) -> dict[str, np.ndarray]:
+    def load(
+        self, dtype: DType, progress: OnProgress | None = None, dequantise: Dequantise | None = None
+    ) -> dict[str, np.ndarray]:
         """Every weight of the model as an array, by the name that the step has for it.
 
         Those that are quantised stay in their blocks. The others are of `dtype`, and float32 beside quantised ones.
 
+        Args:
+            dequantise: As `GgufCheckpoint.load`.
+
         Raises:
             CheckpointError: the weights are not those of the configuration.
         """
-        return self.checkpoint.load(self.config, self.config.computed_in(dtype), progress)
+        dtype = self.config.computed_in(dtype)
+        if isinstance(self.checkpoint, GgufCheckpoint):
+            return self.checkpoint.load(self.config, dtype, progress, dequantise)
+        return self.checkpoint.load(self.config, dtype, progress)
 
 
 def open_source(path: Path | str) -> Source:

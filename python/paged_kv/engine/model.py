@@ -28,6 +28,7 @@ from paged_kv.engine.page_file import Bits
 from paged_kv.engine.run_record import RunRecord
 from paged_kv.engine.step import StepGraph
 from paged_kv.errors import ContractError
+from paged_kv.graphs.encodings import ENCODINGS
 from paged_kv.graphs.inputs import WindowInputs, page_table, state_inputs, step_inputs
 from paged_kv.graphs.models import decoder
 from paged_kv.graphs.models.adapters import AdapterStacks, stack_dtype
@@ -40,6 +41,7 @@ from paged_kv.runtime.compile_key import Sources, digests_of
 from paged_kv.runtime.first_execution import execute
 from paged_kv.runtime.forks import check_not_forked
 from paged_kv.runtime.graph_reading import UnknownGraph
+from paged_kv.runtime.host_calls import dequantise
 from paged_kv.runtime.program import Program, Watch
 from paged_kv.runtime.session import Runtime, default_runtime
 from paged_kv.runtime.step_profile import StepProfile
@@ -200,7 +202,8 @@ class DecoderModel:
         """
         runtime = default_runtime() if runtime is None else runtime
         source = (folder if isinstance(folder, Source) else open_source(folder)).on(runtime.device)
-        weights = source.load(dtype, on_progress)
+        mask = sum(1 << ENCODINGS.index(encoding) for encoding in {each for _, each in source.config.encodings})
+        weights = source.load(dtype, on_progress, partial(dequantise, mask=mask))
         return cls(
             source.config,
             weights,

@@ -32,7 +32,8 @@ from paged_kv.call_layouts import (
     TOKEN_ROWS,
     named,
 )
-from paged_kv.runtime.libraries import COPIED, Kernel, kernel, load
+from paged_kv.graphs.encodings import ENCODINGS, Encoding, block_bytes, block_elements
+from paged_kv.runtime.libraries import COPIED, Kernel, built_encodings, kernel, load
 from paged_kv.runtime.thread_pool import workers
 from paged_kv.runtime.variants import Variant
 
@@ -96,6 +97,23 @@ def multiply(
     dtypes = (x.dtype.name,) if mask else (x.dtype.name, weights[0].w.dtype.name)
     kernel(kind, *dtypes, mask=mask, sources=sources)(CALLS[kind].pack(**operands) + workers())
     return ys
+
+
+def dequantise(blocks: Array, encoding: Encoding, *, mask: int, sources: Path | None = None) -> Array:
+    """The weights `[N, K]` float32 that blocks uint8 `[N, bytes of a row]` mean, in fresh memory.
+
+    Args:
+        mask: The bits of the encodings of the library that is used.
+        sources: As `execute`.
+    """
+    count, size = blocks.shape
+    y = np.empty((count, size // block_bytes(encoding) * block_elements(encoding)), np.float32)
+    rows = np.arange(count, dtype=np.int32)
+    operands = named("y w rows", map(_at, (y, blocks, rows))) | {"count": count, "available": count}
+    operands |= {"k": y.shape[1], "row_bytes": size, "encoding": ENCODINGS.index(encoding)}
+    called = kernel("quantised_rows", "float32", mask=built_encodings("float32", mask), sources=sources)
+    called(CALLS["quantised_rows"].pack(**operands) + workers())
+    return y
 
 
 def recur(
