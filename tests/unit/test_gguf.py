@@ -159,9 +159,10 @@ def test_numbers_of_experts_in_nvfp4():
     np.testing.assert_array_equal(stored[..., 0], np.broadcast_to(numbers[:, None, None], (3, 5, 2)))
 
 
-def test_layers_that_draft_are_not_read(tmp_path):
+@pytest.mark.parametrize("kind", ["glm4moe", "deepseek2"])
+def test_layers_that_draft_are_not_read(tmp_path, kind):
     """GLM's last ones, beside the model; a tensor past them is none of theirs."""
-    model, said = make_model("glm4moe"), {"glm4moe.block_count": 3, "glm4moe.nextn_predict_layers": 1}
+    model, said = make_model(kind), {f"{kind}.block_count": 3, f"{kind}.nextn_predict_layers": 1}
     for layer in (2, 3):
         more = {f"blk.{layer}.nextn.eh_proj.weight": [[1.0]]}
         file = write_gguf(tmp_path / f"{layer}.gguf", model, lambda _: "F32", metadata=said, more_tensors=more)
@@ -172,6 +173,25 @@ def test_layers_that_draft_are_not_read(tmp_path):
         else:
             problem = r"tensor blk\.3\.nextn\.eh_proj\.weight is no part"
             refused(checkpoint.load, checkpoint.config, DType.float32, match=problem)
+
+
+@pytest.mark.parametrize("encoding", ["F16", "Q6_K"])
+def test_keys_and_values_of_latents_in_one_tensor(tmp_path, encoding):
+    """The layout of older files, whose keys are dequantised: blocks lie along the rows that become columns."""
+    model, said = make_model("deepseek2"), {"deepseek2.attention.value_length": 40}
+    checkpoint = open_gguf(write_gguf(tmp_path / "a.gguf", model, lambda _: encoding, unsplit=True))
+    loaded = checkpoint.load(checkpoint.config, DType.float32, dequantise=dequantise)
+    for name, expected in hugging_face_weights(model).items():
+        if name.endswith("_up_proj.weight") and "self_attn" in name:
+            is_blocks = loaded[name].dtype == np.uint8
+            assert is_blocks == (encoding == "Q6_K" and "v_up_proj" in name)
+            found = dequantised(loaded[name], encoding) if is_blocks else loaded[name]
+            np.testing.assert_array_equal(found, expected.detach().numpy(), err_msg=name)
+    if encoding == "Q6_K":
+        with pytest.raises(ContractError, match=r"dequantise: required for tensor blk\.0\.attn_k_b\.weight in Q6_K"):
+            checkpoint.load(checkpoint.config, DType.float32)
+    file = write_gguf(tmp_path / "b.gguf", model, lambda _: encoding, unsplit=True, metadata=said)
+    refused(open_gguf, file, match=r"attn_kv_b.weight: expected shape \[576, 256\], got \[512, 256\]$")
 
 
 def test_llama3_scaling(tmp_path):
