@@ -128,7 +128,7 @@ def test_a_model_may_have_no_experts(tmp_path):
         ({"num_experts_per_tok": 65}, "num_experts_per_tok: expected at most the 64 experts.*, got 65"),
         ({"n_routed_experts": -1}, "n_routed_experts: expected a positive integer.*, got -1"),
         ({"n_shared_experts": 0}, "n_shared_experts: expected a positive integer.*, got 0"),
-        ({"first_k_dense_replace": -1}, "first_k_dense_replace: expected a positive integer.*, got -1"),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace: expected an integer from 0 on.*, got -1"),
         ({"routed_scaling_factor": 0}, "routed_scaling_factor: expected a positive number.*, got 0"),
         (
             {"topk_method": "group_limited_greedy", "n_group": 5},
