@@ -2,8 +2,8 @@
 
 Names, expressions and flags are those of llama.cpp (`src/llama-vocab.cpp`). Where its comments give the expression of
 the model's own tokenizer, which its library cannot compile, that one is here: tekken and gpt-4o treat marks and the
-case of letters beyond ASCII otherwise. Its flag for spaces before punctuation is not here: it is for whole texts, and
-texts are decoded token by token.
+case of letters beyond ASCII otherwise, kimi-k2 ends words at capitals. Its flag for spaces before punctuation is not
+here: it is for whole texts, and texts are decoded token by token.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def _cl100k(digits: str, contractions: str = f"{_CONTRACTIONS}|", letters: str =
     return rf"{contractions}{_BEFORE}{letters}+|{digits}|{signs}[\r\n]*|{_LINES}"
 
 
-def _cased(after: str, digits: str) -> str:
-    """Words that end where a capital follows, as Tekken and o200k have them."""
-    words = f"{_BEFORE}{_UPPER}*{_LOWER}+{after}|{_BEFORE}{_UPPER}+{_LOWER}*{after}"
-    return rf"{words}|{digits}|{_SIGNS}[\r\n/]*|{_LINES}"
+def _cased(after: str, digits: str, upper: str = _UPPER, lower: str = _LOWER, ends: str = r"[\r\n/]*") -> str:
+    """Words that end where a capital follows, as Tekken, o200k and Kimi have them."""
+    words = f"{_BEFORE}{upper}*{lower}+{after}|{_BEFORE}{upper}+{lower}*{after}"
+    return rf"{words}|{digits}|{_SIGNS}{ends}|{_LINES}"
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,8 @@ class Split:
     """A text begins with its token where the file does not say."""
 
 
+_WITHOUT_HAN = (rf"{letters[:-1]}&&[^\p{{Han}}]]" for letters in (_UPPER, _LOWER))
+_KIMI = _cased(f"{_CONTRACTIONS}?", r"\p{N}{1,3}", *_WITHOUT_HAN, ends=r"[\r\n]*")
 _CL100K, _QWEN2 = _cl100k(r"\p{N}{1,3}"), _cl100k(r"\p{N}")
 _RULES = {
     "gpt-2 phi-2 mpt olmo jais gigachat a.x-4.0 mellum exaone4 trillion granite-docling": Split((_GPT2,)),
@@ -102,6 +104,7 @@ _RULES = {
     ),
     "tekken": Split((_cased("", r"\p{N}"),), whole_words=True, begins=True),
     "gpt-4o llama4 kanana2 minimax-m2 talkie": Split((_cased(f"{_CONTRACTIONS}?", r"\p{N}{1,3}"),)),
+    "kimi-k2": Split((rf"\p{{Han}}+|{_KIMI}",)),
     "superbpe": Split((r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
     "poro-chat bloom gpt3-finnish": Split((_SENTENCES,)),
     "viking": Split((_SENTENCES, r"\p{N}")),
