@@ -61,8 +61,8 @@ class Split:
     """A text begins with its token where the file does not say."""
 
 
-_WITHOUT_HAN = (rf"{letters[:-1]}&&[^\p{{Han}}]]" for letters in (_UPPER, _LOWER))
-_KIMI = _cased(f"{_CONTRACTIONS}?", r"\p{N}{1,3}", *_WITHOUT_HAN, ends=r"[\r\n]*")
+_UPPER_NOT_HAN, _LOWER_NOT_HAN = (rf"{letters[:-1]}&&[^\p{{Han}}]]" for letters in (_UPPER, _LOWER))
+_KIMI = _cased(f"{_CONTRACTIONS}?", r"\p{N}{1,3}", _UPPER_NOT_HAN, _LOWER_NOT_HAN, r"[\r\n]*")
 _CL100K, _QWEN2 = _cl100k(r"\p{N}{1,3}"), _cl100k(r"\p{N}")
 _RULES = {
     "gpt-2 phi-2 mpt olmo jais gigachat a.x-4.0 mellum exaone4 trillion granite-docling": Split((_GPT2,)),
