@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.generation import logits_process
 
-from paged_kv.engine import sampling as module
+from paged_kv import categorical
 from paged_kv.engine.sampling import Choice, History, Logprobs, Sampling, choose
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 
@@ -186,14 +186,14 @@ def test_a_nucleus_that_reaches_top_p_exactly_takes_no_more():
 
 def test_a_sum_that_is_rounded_leads_to_no_token_outside(monkeypatch):
     """Sums of the same weights in another order differ in their last digit: here the search goes one weight too far."""
-    reach, ranks = module._reach, []
+    reach, ranks = categorical._reach, []
 
     def too_far(weights, total, mass):
         rank, *_ = reach(weights, total, mass)
         ranks.append(rank if len(ranks) % 2 == 0 else rank + 1)  # every second one is that of the draw
         return ranks[-1], float(np.sort(weights)[::-1][ranks[-1]]), float(np.sort(weights)[::-1].cumsum()[ranks[-1]])
 
-    monkeypatch.setattr(module, "_reach", too_far)
+    monkeypatch.setattr(categorical, "_reach", too_far)
     assert drawn(LOGITS, Sampling(temperature=1.0, top_p=0.41), [1 - 2**-53]) == [2]
     assert ranks == [1, 2]
 
@@ -318,7 +318,7 @@ def test_threads_change_no_token(monkeypatch):
     rows = np.stack([ROWS["nearly flat"], ROWS["peaked"], ROWS["ties"]])
     samples = [history(Sampling(temperature=0.9, top_p=0.9), seed) for seed in range(3)]
     threaded = choose(rows, range(3), samples)
-    monkeypatch.setattr(module, "_ROWS_A_THREAD", 1 << 60)
+    monkeypatch.setattr(categorical, "_ROWS_A_THREAD", 1 << 60)
     assert choose(rows, range(3), samples) == threaded
 
 

@@ -4,31 +4,26 @@ The order is that of transformers' `generate`: `logit_bias`, then the penalties,
 what that leaves, `min_p`, `typical_p`. vLLM differs in two: it takes `min_p` before `top_k` and `top_p`, and has no
 `typical_p`. MAX Serve has no bias.
 
-The most likely tokens come first, of equals the lowest id; each of `top_k`, `top_p` and `min_p` keeps a beginning of
-that order, `typical_p` some of it, and one number from [0, 1) chooses by its cumulative distribution. No row is sorted
-as a whole but for `typical_p`.
+What is kept and how a number draws is `categorical`'s.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from paged_kv.arguments import integer, shown
+from paged_kv.categorical import Logits, draw, in_threads, largest, uniform, weights_of
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.structured_output import Grammar, JsonSchema, Regex, Structure, StructureState
 
-Floats: TypeAlias = npt.NDArray[np.float64]
-Logits: TypeAlias = npt.NDArray[np.float32]
 Kind = Literal["number", "integer", "flag", "texts", "tokens", "biases", "structure"]
 """The kind of a field of `Sampling`; the command line makes its options of it, but of a structure."""
 
@@ -348,9 +343,7 @@ class History:
 
     def uniform(self) -> float:
         """The number from [0, 1) that draws the next token: that of the seed, the sample and the token's position."""
-        stream = np.random.PCG64(np.random.SeedSequence(self._seed, spawn_key=(self._index,)))
-        stream.advance(len(self.tokens) - self.prompt_length)
-        return float(np.random.Generator(stream).random())
+        return uniform(self._seed, self._index, len(self.tokens) - self.prompt_length)
 
     def adjust(self, logits: Logits) -> Logits:
         """Logits `[V]` with bias and penalties, and -inf for early ends: a copy, or `logits` where there are none."""
@@ -395,10 +388,6 @@ class History:
         return self._copied[:length]
 
 
-_ROWS_A_THREAD = 1 << 18
-"""Logits of the rows that make a thread of their own worth its start, some 0.1 ms."""
-
-
 def choose(logits: Logits, rows: Sequence[int], histories: Sequence[History]) -> list[Choice | ContractError]:
     """The next token of each of some samples; what it is depends on the sample's row and its history alone.
 
@@ -418,11 +407,7 @@ def choose(logits: Logits, rows: Sequence[int], histories: Sequence[History]) ->
         raise ShapeError(f"logits: expected [rows, vocabulary], got {list(logits.shape)}")
     each = [partial(_choose, logits[row], history) for row, history in zip(rows, histories, strict=True)]
     drawn = sum(history.sampling.temperature > 0 for history in histories)
-    threads = min(drawn, os.cpu_count() or 1, drawn * logits.shape[1] // _ROWS_A_THREAD)
-    if threads < 2:
-        return [make() for make in each]
-    with ThreadPoolExecutor(threads) as pool:  # NumPy computes without the interpreter's lock
-        return list(pool.map(lambda make: make(), each))
+    return in_threads(each, drawn, logits.shape[1])
 
 
 def _choose(logits: Logits, history: History) -> Choice | ContractError:
@@ -448,131 +433,18 @@ def _choose(logits: Logits, history: History) -> Choice | ContractError:
     return Choice(token, None if sampling.logprobs is None else logprobs_of(logits, token, sampling.logprobs))
 
 
-def _draw(scores: Logits, sampling: Sampling, uniform: float) -> int:
+def _draw(scores: Logits, sampling: Sampling, number: float) -> int:
     """A token of those that the options keep of `[V]` scores."""
-    ids = _largest(scores, sampling.top_k) if 0 < sampling.top_k < scores.size else None
-    weights = _weights(scores if ids is None else scores[ids], sampling.temperature)
-    total = mass = float(weights.sum())
-    count, likely = weights.size, weights
-    if sampling.top_p < 1:
-        # The token that reaches top_p is the last one in.
-        rank, _, mass = _reach(weights, total, np.nextafter(sampling.top_p * total, 0))
-        count = rank + 1
-    if sampling.min_p > 0:
-        above = np.compress(weights >= sampling.min_p, weights)  # the largest weight is 1
-        if above.size < count:
-            count, likely, total = above.size, above, float(above.sum())
-            mass = total
-    if sampling.typical_p < 1:
-        at = _draw_typical(weights, count, sampling.typical_p, uniform)
-        return int(at if ids is None else ids[at])
-    rank, value, _ = _reach(likely, total, uniform * mass)
-    if rank >= count or value == 0:  # by rounding
-        rank = min(count, int(np.count_nonzero(weights))) - 1
-        value = np.sort(weights)[-1 - rank]
-    places = np.flatnonzero(weights == value)
-    at = places[0 if places.size == 1 else rank - np.count_nonzero(weights > value)]
-    return int(at if ids is None else ids[at])
-
-
-def _draw_typical(weights: Floats, count: int, typical_p: float, uniform: float) -> int:
-    """A token of those that `typical_p` keeps of the `count` most likely ones."""
-    order = np.argsort(-weights, kind="stable")[: min(count, int(np.count_nonzero(weights)))]
-    likely = weights[order]
-    shares, logs = likely / likely.sum(), np.log(likely) - np.log(likely.sum())
-    distances = np.abs(logs - shares @ logs)
-    nearest = np.argsort(distances, kind="stable")
-    last = int(np.searchsorted(np.cumsum(shares[nearest]), typical_p))
-    is_typical = distances <= distances[nearest[min(last, nearest.size - 1)]]
-    sums = np.cumsum(shares[is_typical])
-    rank = int(np.searchsorted(sums, uniform * sums[-1], side="right"))
-    return int(order[is_typical][min(rank, sums.size - 1)])
-
-
-def _weights(scores: Logits, temperature: float) -> Floats:
-    """Probabilities as multiples of the largest one."""
-    weights = np.subtract(scores, scores.max(), dtype=np.float64)
-    if temperature != 1:
-        with np.errstate(over="ignore"):  # far below the largest at a tiny temperature: -inf, probability 0
-            weights /= temperature
-    return np.exp(weights, out=weights)
-
-
-_SMALL = 4096
-"""So many weights are sorted."""
-_SAMPLE = 1024
-_MARGIN = 64
-"""Weights of a sample, on either side of the guess: four standard deviations, where the weights are alike."""
-
-
-def _reach(weights: Floats, total: float, mass: float) -> tuple[int, float, float]:
-    """The first of some weights, from the largest down, at which their running sum exceeds `mass`.
-
-    A sample says about which it is. The weights around it are sorted; of those above it only the sum is wanted.
-
-    Args:
-        weights: In any order; finite, none below 0.
-        total: Their sum.
-        mass: Below it.
-
-    Returns:
-        Its rank from 0, the weight, the running sum with it.
-    """
-    rank, above, rest = 0, 0.0, weights
-    while (size := rest.size) > _SMALL:
-        sample = np.sort(rest[:: size // _SAMPLE])[::-1]
-        sums = np.cumsum(sample)
-        share = (mass - above) / total if total > mass - above else 1.0  # not above 1 but by rounding
-        guess = int(np.searchsorted(sums, sums[-1] * share))
-        high, low = sample[max(guess - _MARGIN, 0)], sample[min(guess + _MARGIN, sample.size - 1)]
-        # compress, not rest[is_upper]: that one branches at each weight, which takes up to eight times as long.
-        is_upper = rest > high
-        in_upper, others = int(np.count_nonzero(is_upper)), rest
-        if in_upper <= size // 2:
-            sum_of_upper = float(np.compress(is_upper, rest).sum())
-        else:
-            others = np.compress(~is_upper, rest)
-            sum_of_upper = total - float(others.sum())
-        if above + sum_of_upper > mass:
-            rest, total = np.compress(is_upper, rest), sum_of_upper
-        else:
-            rank, above, total = rank + in_upper, above + sum_of_upper, total - sum_of_upper
-            band = np.compress((others <= high) & (others >= low), others)
-            sum_of_band = float(band.sum())
-            if above + sum_of_band > mass or in_upper + band.size == size:
-                if high == low > 0:  # all of them are equal
-                    place = min(int((mass - above) / high), band.size - 1)
-                    return rank + place, float(high), above + (place + 1) * float(high)
-                rest, total = band, sum_of_band
-            else:
-                rank, above, total = rank + band.size, above + sum_of_band, total - sum_of_band
-                rest = np.compress(others < low, others)
-        if rest.size > size // 2:  # the sample misled
-            half = rest.size // 2
-            rest = np.partition(rest, half)
-            sum_of_upper = float(rest[half:].sum())
-            if above + sum_of_upper > mass:
-                rest, total = rest[half:], sum_of_upper
-            else:
-                rank, above, total = rank + rest.size - half, above + sum_of_upper, total - sum_of_upper
-                rest = rest[:half]
-    rest = np.sort(rest)[::-1]
-    sums = above + np.cumsum(rest)
-    place = min(int(np.searchsorted(sums, mass, side="right")), rest.size - 1)
-    return rank + place, float(rest[place]), float(sums[place])
-
-
-def _largest(scores: Logits, count: int) -> npt.NDArray[np.int64]:
-    """The ids of the `count` largest scores, of equals the lowest, in ascending order."""
-    bar = np.partition(scores, -count)[-count]
-    above = np.flatnonzero(scores > bar)
-    return np.sort(np.concatenate([above, np.flatnonzero(scores == bar)[: count - above.size]]))
+    ids = largest(scores, sampling.top_k) if 0 < sampling.top_k < scores.size else None
+    weights = weights_of(scores if ids is None else scores[ids], sampling.temperature)
+    at = draw(weights, number, top_p=sampling.top_p, min_p=sampling.min_p, typical_p=sampling.typical_p)
+    return at if ids is None else int(ids[at])
 
 
 def logprobs_of(logits: Logits, token: int, count: int) -> Logprobs:
     """Log-probabilities by `[V]` logits: of a token, and of the `count` most likely ones."""
     total = float(logits.max()) + float(np.log(np.exp(logits - logits.max()).sum(dtype=np.float64)))
-    ids = _largest(logits, min(count, logits.size)) if count else np.empty(0, np.int64)
+    ids = largest(logits, min(count, logits.size)) if count else np.empty(0, np.int64)
     ids = ids[np.argsort(-logits[ids], kind="stable")]
     top = {int(id_): float(logits[id_]) - total for id_ in ids if logits[id_] > -np.inf}
     return Logprobs(float(logits[token]) - total, top)
