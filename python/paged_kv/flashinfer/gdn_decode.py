@@ -12,19 +12,8 @@ import numpy as np
 
 from paged_kv.arguments import flag
 from paged_kv.arrays.types import ArrayT, SupportsDLPack
-from paged_kv.calls.recurrence import (
-    STATE_DTYPES,
-    StateSlots,
-    Written,
-    checked,
-    floats,
-    like,
-    recurrence,
-    require_host,
-    sigmoid,
-    softplus,
-    write_all,
-)
+from paged_kv.calls.host_arrays import Written, checked, floats, write_all
+from paged_kv.calls.recurrence import STATE_DTYPES, StateSlots, like, recurrence, require_host, sigmoid, softplus
 from paged_kv.calls.scalars import checked_number
 from paged_kv.errors import ContractError, ShapeError
 

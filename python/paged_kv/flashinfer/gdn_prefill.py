@@ -14,18 +14,9 @@ import numpy as np
 from paged_kv.arguments import LARGEST_INDEX, flag, integer, shown
 from paged_kv.arrays.host import HOST
 from paged_kv.arrays.types import ArrayT, SupportsDLPack
+from paged_kv.calls.host_arrays import Floats, Written, checked, floats, write_all
 from paged_kv.calls.offsets import check_offsets
-from paged_kv.calls.recurrence import (
-    STATE_DTYPES,
-    Floats,
-    Written,
-    checked,
-    floats,
-    like,
-    recurrence,
-    require_host,
-    write_all,
-)
+from paged_kv.calls.recurrence import STATE_DTYPES, like, recurrence, require_host
 from paged_kv.calls.scalars import checked_number
 from paged_kv.errors import ContractError, ShapeError
 

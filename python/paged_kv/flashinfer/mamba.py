@@ -16,20 +16,8 @@ import numpy as np
 from paged_kv.arguments import LARGEST_INDEX, flag, integer
 from paged_kv.arrays.host import HOST
 from paged_kv.arrays.types import ArrayT, SupportsDLPack
-from paged_kv.calls.recurrence import (
-    STATE_DTYPES,
-    Floats,
-    StateSlots,
-    Written,
-    checked,
-    floats,
-    like,
-    recurrence,
-    require_host,
-    sigmoid,
-    softplus,
-    write_all,
-)
+from paged_kv.calls.host_arrays import Floats, Written, checked, floats, write_all
+from paged_kv.calls.recurrence import STATE_DTYPES, StateSlots, like, recurrence, require_host, sigmoid, softplus
 from paged_kv.errors import ContractError, ShapeError
 from paged_kv.flashinfer.kernel_arguments import refuse_unsupported
 
