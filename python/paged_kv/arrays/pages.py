@@ -45,6 +45,7 @@ class Pages:
         writable: bool = False,
         same_width: bool = True,
         one_slot: bool = False,
+        names: tuple[str, str] | None = None,
     ) -> Pages:
         """The pages of a cache as callers give it.
 
@@ -57,6 +58,7 @@ class Pages:
             writable: Refuses memory that cannot be written, or in which two elements are one.
             same_width: Whether K and V must have one head_dim.
             one_slot: Whether page_size is 1: the arrays may then be without that dimension.
+            names: What messages call K and V of a tuple; None: `name` with an index.
 
         Raises:
             ContractTypeError: an array that `device.view` refuses, or K and V differ in dtype.
@@ -67,7 +69,7 @@ class Pages:
         if isinstance(paged_kv_cache, tuple | list):
             if len(paged_kv_cache) != 2:
                 raise ShapeError(f"{name}: expected a tuple of K and V, got {len(paged_kv_cache)} arrays")
-            names = (f"{name}[0]", f"{name}[1]")
+            names = names or (f"{name}[0]", f"{name}[1]")
             k, v = (device.view(array, of) for array, of in zip(paged_kv_cache, names, strict=True))
             if one_slot:
                 k, v = (_with_slot(view, kv_layout) if view.ndim == 3 else view for view in (k, v))

@@ -22,7 +22,7 @@ from paged_kv.arrays.types import ArrayDevice, Shape, namespace
 from paged_kv.calls.kv_copy import Slots, prepare, write_rows
 from paged_kv.calls.remembered_plan import RememberedPlan
 from paged_kv.calls.table import KV_NAMES, Table
-from paged_kv.errors import ContractTypeError, ShapeError
+from paged_kv.errors import ContractTypeError, PageTableError, ShapeError
 from paged_kv.kv_formats import FORMATS
 from paged_kv.options import Q_DTYPES, stored_dtype, stored_elements, stored_head
 
@@ -57,6 +57,16 @@ class WritableCache:
         pages = Pages.of(cache, kv_layout, name, device=device, writable=True)
         arrays = tuple(cache) if is_pair else (cache,)
         return WritableCache(pages, arrays, takes_codes=True)
+
+    @staticmethod
+    def pair(key_cache: Any, value_cache: Any, **rows: Any) -> WritableCache:
+        """K and V in an array each, `[pages, page_size, Hk, D]`, for `rows` by the names of their arguments."""
+        arrays = {"key_cache": key_cache, "value_cache": value_cache}
+        device = devices.device_of(**rows, **arrays)
+        refuse_gradients(**arrays)
+        names = ("key_cache", "value_cache")
+        pages = Pages.of((key_cache, value_cache), "NHD", "key_cache", device=device, writable=True, names=names)
+        return WritableCache(pages, (key_cache, value_cache), takes_codes=True)
 
     @staticmethod
     def latent_pair(ckv_cache: Any, kpe_cache: Any, **rows: Any) -> WritableCache:
@@ -188,3 +198,36 @@ def slots_after_last(pages: Pages, page_table: Any, last_page_len: Any, num_rows
     xp, lengths = namespace(table.lengths), table.lengths
     requests = xp.arange(table.batch_size, dtype=lengths.dtype, device=lengths.device)
     return Slots(*table.slots(requests, lengths, pages.num_pages))
+
+
+def slots_numbered(pages: Pages, slot_mapping: Any) -> Slots:
+    """Return the slots `[N]` that are numbered through all pages; -1 is a row that is skipped.
+
+    Raises:
+        ContractTypeError, ShapeError: it is no array `[N]` of integers.
+        PageTableError: it is on the host, and a slot is none of the cache's, or that of two rows.
+    """
+    device = devices.device_of(slot_mapping=slot_mapping)
+    sizes = pages.page_size, pages.num_pages
+    if device.readable:
+        return _numbered.of(sizes, slot_mapping=slot_mapping)
+    numbers = device.indices(slot_mapping, "slot_mapping")
+    return Slots.mapped(namespace(numbers).where(numbers < sizes[0] * sizes[1], numbers, -1), pages.page_size)
+
+
+def _numbered_on_host(page_size: int, num_pages: int, slot_mapping: Any) -> Slots:
+    name, total = "slot_mapping", page_size * num_pages
+    numbers = HOST.indices(slot_mapping, name)
+    wrong = (numbers < -1) | (numbers >= total)
+    if wrong.any():
+        row = int(wrong.argmax())
+        raise PageTableError(f"{name}: row {row}: expected -1 to {total - 1}, got {numbers[row]}")
+    slots, counts = np.unique(numbers[numbers >= 0], return_counts=True)
+    if (counts > 1).any():
+        twice = slots[int((counts > 1).argmax())]
+        first, second = np.flatnonzero(numbers == twice)[:2]
+        raise PageTableError(f"{name}: rows {first} and {second} both write slot {twice}")
+    return Slots.mapped(numbers, page_size)
+
+
+_numbered = RememberedPlan(_numbered_on_host)

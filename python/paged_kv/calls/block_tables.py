@@ -72,14 +72,18 @@ def one_table(block_tables: Any, lengths: Indices, pages: Pages) -> tuple[Indice
 
 
 def checked_lengths(
-    seq_lens: Any, batch: int | None = None, max_seq_len: int = LARGEST_INDEX, name: str = "seq_lens"
+    seq_lens: Any,
+    batch: int | None = None,
+    max_seq_len: int = LARGEST_INDEX,
+    name: str = "seq_lens",
+    most_name: str = "max_seq_len",
 ) -> Indices:
     """`seq_lens` as int32 `[B]`, of `batch` requests where that is not None.
 
     Raises:
         ContractTypeError, ShapeError: it is no array `[B]` of integers on the host.
         PageTableError: a length is negative.
-        ContractError: a length is over `max_seq_len`.
+        ContractError: a length is over `max_seq_len`, which messages call `most_name`.
     """
     devices.require_host(seq_lens, name, WHY_HOST)
     lengths = as_indices(seq_lens, name)
@@ -91,6 +95,6 @@ def checked_lengths(
     if lengths.max(initial=0) > max_seq_len:
         b = int(lengths.argmax())
         raise ContractError(
-            f"max_seq_len: expected at least {lengths[b]}, the tokens of request {b} ({name}), got {max_seq_len}"
+            f"{most_name}: expected at least {lengths[b]}, the tokens of request {b} ({name}), got {max_seq_len}"
         )
     return lengths

@@ -43,6 +43,13 @@ class Slots:
     pages: Any
     slots: Any
 
+    @staticmethod
+    def mapped(numbers: Any, page_size: int) -> Slots:
+        """The slots `[N]` that are numbered through all pages, `page * page_size + slot`; a negative one is skipped."""
+        xp = namespace(numbers)
+        pages = xp.where(numbers < 0, -1, numbers // page_size)
+        return Slots(xp.asarray(pages, dtype=xp.int32), xp.asarray(numbers % page_size, dtype=xp.int32))
+
     @cached_property
     def requests(self) -> Any:
         """Each row is a request of one page, so that the cost does not depend on the length of a page table."""

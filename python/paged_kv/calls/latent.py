@@ -152,6 +152,13 @@ class LatentArrays:
     """`[pages, page_size, Dkpe]`"""
     sinks: Any = None
     """`[H]`, or None."""
+    cache_names: tuple[str, str] = ("ckv_cache", "kpe_cache")
+    """What messages call the two."""
+
+    def named(self) -> dict[str, Any]:
+        """The queries and the caches by the names of their arguments."""
+        ckv, kpe = self.cache_names
+        return {"q_nope": self.q_nope, "q_pe": self.q_pe, ckv: self.ckv_cache, kpe: self.kpe_cache}
 
 
 class LatentAttention:
@@ -189,19 +196,19 @@ class LatentAttention:
                 memory where it is written; a scale is out of range.
             PageTableError: a page of `rows` is not one of the cache's.
         """
-        plan, inputs = self.plan, vars(arrays)
-        device = devices.device_of(**inputs, out=results.out, lse=results.lse)
-        q_nope, q_pe, ckv, kpe = (device.view(inputs[name], name) for name in _INPUTS)
+        plan, inputs = self.plan, arrays.named()
+        device = devices.device_of(**inputs, sinks=arrays.sinks, out=results.out, lse=results.lse)
+        q_nope, q_pe, ckv, kpe = views = [device.view(array, name) for name, array in inputs.items()]
         shape = (rows.count, plan.num_heads)
         check_array(device, "q_nope", q_nope, (*shape, plan.head_dim_ckv), plan.q_dtype, rows.counted_as)
         check_array(device, "q_pe", q_pe, (*shape, plan.head_dim_kpe), plan.q_dtype, rows.counted_as)
-        self._check_cache(device, ckv, kpe)
+        self._check_cache(device, ckv, kpe, arrays.cache_names)
         rows.table.check(len(ckv))
         numbers = self._numbers if scales == _NO_SCALES else LatentOptions(plan.sm_scale, *scales).numbers()
         sinks = None if arrays.sinks is None else checked_sinks(device, arrays.sinks, plan.num_heads, "num_heads")
         written = NOT_WRITTEN
         if results.are_written:
-            read = [(name, view) for name, view in zip(_INPUTS, (q_nope, q_pe, ckv, kpe), strict=True)]
+            read = list(zip(inputs, views, strict=True))
             if arrays.sinks is not None:
                 read.append(("sinks", device.view(arrays.sinks, "sinks")))
             if buffers is not None:
@@ -235,10 +242,10 @@ class LatentAttention:
             )
         return device.take(o), device.take(lse)
 
-    def _check_cache(self, device: ArrayDevice, ckv: Any, kpe: Any) -> None:
+    def _check_cache(self, device: ArrayDevice, ckv: Any, kpe: Any, names: tuple[str, str]) -> None:
         """Ckv and kpe are pages of the planned sizes and dtype."""
         plan = self.plan
-        for name, view, width in (("ckv_cache", ckv, plan.head_dim_ckv), ("kpe_cache", kpe, plan.head_dim_kpe)):
+        for name, view, width in ((names[0], ckv, plan.head_dim_ckv), (names[1], kpe, plan.head_dim_kpe)):
             check_storage(device, view, name, 3)
             for what, size, planned in (("page_size", view.shape[1], plan.page_size), ("width", view.shape[2], width)):
                 if size != planned:
@@ -249,8 +256,7 @@ class LatentAttention:
                     f"{name}: expected the planned dtype {plan.kv_dtype.name} (kv_data_type), got {dtype.name}"
                 )
         if len(kpe) != len(ckv):
-            raise ShapeError(f"kpe_cache: expected ckv_cache's {len(ckv)} pages, got {len(kpe)}")
+            raise ShapeError(f"{names[1]}: expected {names[0]}'s {len(ckv)} pages, got {len(kpe)}")
 
 
-_INPUTS = ("q_nope", "q_pe", "ckv_cache", "kpe_cache")
 _NO_SCALES = (1.0, 1.0)

@@ -29,7 +29,7 @@ from paged_kv.arrays.pages import Pages, token_views
 from paged_kv.arrays.types import ArrayDevice, ArrayT, CacheArrays, DTypeLike, SupportsDLPack
 from paged_kv.calls.attend import Attention
 from paged_kv.calls.block_tables import checked_lengths, one_table
-from paged_kv.calls.buffers import Buffer, FixedBuffers
+from paged_kv.calls.buffers import FixedBuffers
 from paged_kv.calls.draft_rows import draft_counts, draft_rows
 from paged_kv.calls.plan import AttentionPlan, attention_options, plan_dtypes
 from paged_kv.calls.planned import LastPlan
@@ -39,22 +39,18 @@ from paged_kv.calls.scalars import checked_number
 from paged_kv.calls.table import Table
 from paged_kv.errors import ShapeError
 from paged_kv.flashinfer.kernel_arguments import check_backend, check_skipped_softmax, refuse_unsupported
-from paged_kv.flashinfer.wrapper import PlannedWrapper
+from paged_kv.flashinfer.mla_decode import BatchDecodeMlaWithPagedKVCacheWrapper
+from paged_kv.flashinfer.wrapper import TABLE_BUFFERS, PlannedWrapper
 from paged_kv.options import AttentionOptions
 
 __all__ = [
+    "BatchDecodeMlaWithPagedKVCacheWrapper",
     "BatchDecodeWithPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "fast_decode_plan",
     "single_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
 ]
-
-_BUFFERS = (
-    Buffer("paged_kv_indptr_buffer", "indptr", extra=1),
-    Buffer("paged_kv_indices_buffer", "indices", extra=None),
-    Buffer("paged_kv_last_page_len_buffer", "last_page_len"),
-)
 
 
 class RunOptions(TypedDict, total=False):
@@ -117,7 +113,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper[Attention, DecodeBatch, 
         arrays = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
         fixed: FixedBuffers[DecodeBatch, Rows] | None = None
         if flag("use_cuda_graph", use_cuda_graph):
-            fixed = FixedBuffers([_BUFFERS], arrays, "the page table lives")
+            fixed = FixedBuffers([TABLE_BUFFERS], arrays, "the page table lives")
         super().__init__(kv_layout, LastPlan(fixed))
 
     @property
@@ -652,22 +648,27 @@ def trtllm_batch_decode_with_kv_cache(
     refuse_unsupported(o_sf_scale=o_sf_scale, o_sf_vec_size=o_sf_vec_size, kv_cache_sf=kv_cache_sf)
     refuse_unsupported(cp_world=cp_world, cp_rank=cp_rank, causal_seqlens_kv_global=causal_seqlens_kv_global)
     refuse_unsupported(enable_block_sparse_attention=enable_block_sparse_attention)
-    sinks = sinks[0] if isinstance(sinks, list | tuple) and len(sinks) == 1 else sinks
+    sinks = one_sink(sinks)
     device = devices.device_of(query=query, kv_cache=kv_cache, out=out, lse=lse, sinks=sinks)
-    q, pages = device.view(query, "query"), _pages(device, kv_cache, kv_layout)
-    _check_query(q, pages)
+    q, pages = device.view(query, "query"), dense_pages(device, kv_cache, kv_layout)
+    check_query(q, pages)
     counts, batch = draft_counts(len(q), q_len_per_req, max_q_len, cum_seq_lens_q)
     lengths = checked_lengths(seq_lens, batch, integer("max_seq_len", max_seq_len, 0, LARGEST_INDEX))
     if not flag("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx):
         block_tables, pages = one_table(block_tables, lengths, pages)
     rows = draft_rows(Table.padded(block_tables, lengths, pages.page_size), counts, mask)
-    options = attention_options(window_left, None, _scale(bmm1_scale, bmm1_scale_log2), None, None)
-    plan = _plan_of(q, pages, options, out, out_dtype)
+    options = attention_options(window_left, None, softmax_scale(bmm1_scale, bmm1_scale_log2), None, None)
+    plan = dense_plan(q, pages, options, out, out_dtype)
     scales = (None, None, checked_number(bmm2_scale, "bmm2_scale"))
     return Attention(plan).over(rows, query, pages, scales, Results(return_lse, out, lse), sinks=sinks, name="query")
 
 
-def _check_query(q: Any, pages: Pages) -> None:
+def one_sink(sinks: Any) -> Any:
+    """The array of sinks, which may come in a list."""
+    return sinks[0] if isinstance(sinks, list | tuple) and len(sinks) == 1 else sinks
+
+
+def check_query(q: Any, pages: Pages) -> None:
     """Refuses queries that are not `[R, Hq, D]` of the cache's D.
 
     Raises:
@@ -679,7 +680,7 @@ def _check_query(q: Any, pages: Pages) -> None:
         raise ShapeError(f"query: expected kv_cache's head_dim {pages.k.shape[3]}, got {q.shape[2]}")
 
 
-def _plan_of(q: Any, pages: Pages, options: AttentionOptions, out: Any, out_dtype: DTypeLike | None) -> AttentionPlan:
+def dense_plan(q: Any, pages: Pages, options: AttentionOptions, out: Any, out_dtype: DTypeLike | None) -> AttentionPlan:
     """The plan of one call over pages, with the dtype of `out` where it and not `out_dtype` says that of o."""
     device = pages.device
     o_dtype = device.dtype(q if out is None else device.view(out, "out"))
@@ -697,7 +698,7 @@ def _plan_of(q: Any, pages: Pages, options: AttentionOptions, out: Any, out_dtyp
     )
 
 
-def _pages(device: ArrayDevice, kv_cache: CacheArrays, kv_layout: str) -> Pages:
+def dense_pages(device: ArrayDevice, kv_cache: CacheArrays, kv_layout: str) -> Pages:
     """The pages of a cache; K and V are one array where dimension 1 is 1."""
     if not isinstance(kv_cache, tuple | list):
         view = device.view(kv_cache, "kv_cache")
@@ -706,7 +707,7 @@ def _pages(device: ArrayDevice, kv_cache: CacheArrays, kv_layout: str) -> Pages:
     return Pages.of(kv_cache, kv_layout, "kv_cache", device=device)
 
 
-def _scale(bmm1_scale: Any, bmm1_scale_log2: Any) -> float:
+def softmax_scale(bmm1_scale: Any, bmm1_scale_log2: Any) -> float:
     """Return what multiplies q . k."""
     if bmm1_scale_log2 is None:
         return checked_number(bmm1_scale, "bmm1_scale")

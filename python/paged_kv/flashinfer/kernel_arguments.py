@@ -72,6 +72,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "cp_rank": (0, _DEVICES),
     "profiler_buffer": (None, "there is no profiler to write it"),
     "use_profiler": (False, "there is no profiler"),
+    "window_left": (-1, "the latent kernels have no window"),
     "window_right": (0, "no query sees tokens after its own"),
     "o_scale": (None, "outputs of float8 are not supported"),
     "output_scale": ("none", "outputs of float8 are not supported"),

@@ -27,11 +27,11 @@ from typing import Any, overload
 
 import numpy as np
 
-from paged_kv.arguments import LARGEST_INDEX, integer
+from paged_kv.arguments import LARGEST_INDEX, integer, one_of
 from paged_kv.arrays import devices
 from paged_kv.arrays.pages import check_layout
 from paged_kv.arrays.types import ArrayDevice, ArrayT, CacheArrays, SupportsDLPack
-from paged_kv.calls.append import WritableCache, slots_after_last, slots_at, slots_of_last
+from paged_kv.calls.append import WritableCache, slots_after_last, slots_at, slots_numbered, slots_of_last
 from paged_kv.calls.offsets import MAX_ROWS, check_count, check_offsets, checked_last_tokens, last_tokens, offsets_of
 from paged_kv.calls.table import KV_NAMES, Table
 from paged_kv.errors import ContractTypeError, PageTableError, ShapeError
@@ -43,6 +43,7 @@ __all__ = [
     "append_paged_mla_kv_cache",
     "get_batch_indices_positions",
     "get_seq_lens",
+    "reshape_and_cache_flash",
 ]
 
 
@@ -115,6 +116,40 @@ def append_paged_kv_cache(*args: Any, **kwargs: Any) -> None:
         [1.0, 2.0]
     """
     _choose("append_paged_kv_cache", args, kwargs, _APPEND)
+
+
+def reshape_and_cache_flash(
+    key: SupportsDLPack,
+    value: SupportsDLPack,
+    key_cache: SupportsDLPack,
+    value_cache: SupportsDLPack,
+    slot_mapping: SupportsDLPack,
+    kv_cache_dtype: str = "auto",
+    k_scale: Any = None,
+    v_scale: Any = None,
+) -> None:
+    """Writes new K and V rows to numbered slots in place: vLLM's append of this name.
+
+    Args:
+        key, value: `[N, Hk, D]` in the cache's dtype, or floats for a cache of codes, as `append_paged_kv_cache` takes
+            them. Only the first rows count where `slot_mapping` has fewer than N entries.
+        key_cache, value_cache: `[pages, page_size, Hk, D]`.
+        slot_mapping: Row i goes to page `slot_mapping[i] // page_size`, slot `slot_mapping[i] % page_size`; or is
+            skipped where it is -1.
+        kv_cache_dtype: "auto": rows are stored as they are.
+        k_scale, v_scale: Accepted, without effect: they belong to other values of `kv_cache_dtype`.
+
+    Raises: as `append_paged_kv_cache`; a `PageTableError` where a slot is none of the cache's, or two rows have one.
+    """
+    del k_scale, v_scale
+    one_of("kv_cache_dtype", kv_cache_dtype, ("auto",))
+    cache = WritableCache.pair(key_cache, value_cache, key=key, value=value)
+    k, v = cache.rows(key, value, ("key", "value"))
+    slots = slots_numbered(cache.pages, slot_mapping)
+    count = len(slots.pages)
+    if len(k) < count:
+        raise ShapeError(f"slot_mapping: expected at most key's {len(k)} entries, got {count}")
+    cache.write((k[:count], v[:count]), slots)
 
 
 @overload

@@ -17,23 +17,26 @@ from typing import Any
 
 import numpy as np
 
-from paged_kv.arguments import LARGEST_INDEX, flag, one_of, shown
+from paged_kv.arguments import LARGEST_INDEX, flag, integer, one_of, shown
 from paged_kv.arrays import devices
 from paged_kv.arrays.dtypes import DTYPES, dtype_of, is_float8
 from paged_kv.arrays.pages import token_views
 from paged_kv.arrays.types import ArrayT, CacheArrays, DTypeLike, SupportsDLPack
 from paged_kv.calls.attend import Attention
+from paged_kv.calls.block_tables import checked_lengths, one_table
 from paged_kv.calls.buffers import Buffer, FixedBuffers
+from paged_kv.calls.draft_rows import draft_counts
 from paged_kv.calls.masks import packed_mask
-from paged_kv.calls.offsets import MAX_ROWS
+from paged_kv.calls.offsets import MAX_ROWS, offsets_of
 from paged_kv.calls.plan import AttentionPlan, attention_options, plan_dtypes
 from paged_kv.calls.planned import LastPlan
 from paged_kv.calls.ragged import RaggedBatch, check_equals, row_offsets
 from paged_kv.calls.results import Results
 from paged_kv.calls.rows import Rows
-from paged_kv.calls.scalars import one_number, one_scale
+from paged_kv.calls.scalars import checked_number, one_number, one_scale
 from paged_kv.calls.table import Table
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
+from paged_kv.flashinfer.decode import check_query, dense_pages, dense_plan, one_sink, softmax_scale
 from paged_kv.flashinfer.kernel_arguments import (
     check_backend,
     check_skipped_softmax,
@@ -47,6 +50,7 @@ __all__ = [
     "BatchPrefillWithRaggedKVCacheWrapper",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
+    "trtllm_batch_context_with_kv_cache",
 ]
 
 _CSR_NAMES = ("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
@@ -734,3 +738,81 @@ def single_prefill_with_kv_cache_return_lse(*args: Any, **kwargs: Any) -> tuple[
     """`single_prefill_with_kv_cache` with `return_lse=True`."""
     o, lse = single_prefill_with_kv_cache(*args, **kwargs | {"return_lse": True})
     return o, lse
+
+
+def trtllm_batch_context_with_kv_cache(
+    query: ArrayT,
+    kv_cache: CacheArrays,
+    workspace_buffer: Any,
+    block_tables: SupportsDLPack,
+    seq_lens: SupportsDLPack,
+    max_q_len: int,
+    max_kv_len: int,
+    bmm1_scale: float | SupportsDLPack,
+    bmm2_scale: float | SupportsDLPack,
+    batch_size: int,
+    cum_seq_lens_q: SupportsDLPack,
+    cum_seq_lens_kv: SupportsDLPack,
+    window_left: int = -1,
+    out: ArrayT | None = None,
+    out_dtype: DTypeLike | None = None,
+    o_sf_scale: None = None,
+    o_sf_vec_size: None = None,
+    kv_layout: str = "HND",
+    enable_pdl: bool | None = None,
+    sinks: Any = None,
+    kv_cache_sf: None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    uses_shared_paged_kv_idx: bool = True,
+    causal: bool = True,
+    lse: ArrayT | None = None,
+    return_lse: bool = False,
+    multi_ctas_kv_counter_buffer: Any = None,
+    use_fp16_softmax: bool | None = None,
+    uses_spcompress: bool | None = None,
+    backend: str = "trtllm-gen",
+) -> Any:
+    """Attention of the last query tokens of each request over a paged cache with a dense page table.
+
+    Args:
+        query: `[R, Hq, D]`, request after request, as `decode.trtllm_batch_decode_with_kv_cache` takes it; so are
+            `kv_cache`, `block_tables`, `seq_lens`, `bmm1_scale`, `bmm2_scale`, `window_left`, `out`, `out_dtype`,
+            `sinks`, `kv_layout`, `uses_shared_paged_kv_idx`, `lse`, `return_lse` and the arguments without effect.
+        max_q_len, max_kv_len: At least the most rows and the most tokens of a request.
+        batch_size: B.
+        cum_seq_lens_q: `[B + 1]`, from 0: request b has rows `cum_seq_lens_q[b]` to `cum_seq_lens_q[b + 1]` of `query`,
+            its last tokens.
+        cum_seq_lens_kv: `[B + 1]`, from 0: offsets of the requests' tokens, or of their pages. It repeats `seq_lens`.
+        causal: Whether a row sees no token behind its own. With fewer tokens than rows, a request's first rows see
+            nothing.
+
+    Returns:
+        o `[R, Hq, D]`, or o and the base-2 lse `[R, Hq]` float32. A row that sees no token has o = 0 and lse = -inf.
+
+    Raises: as `trtllm_batch_decode_with_kv_cache`; a `ShapeError` or `PageTableError` where `batch_size` or
+        `cum_seq_lens_kv` says something else than `seq_lens`.
+    """
+    del workspace_buffer, enable_pdl, multi_ctas_kv_counter_buffer, use_fp16_softmax, uses_spcompress
+    check_backend(backend)
+    check_skipped_softmax(skip_softmax_threshold_scale_factor)
+    refuse_unsupported(o_sf_scale=o_sf_scale, o_sf_vec_size=o_sf_vec_size, kv_cache_sf=kv_cache_sf)
+    sinks = one_sink(sinks)
+    device = devices.device_of(query=query, kv_cache=kv_cache, out=out, lse=lse, sinks=sinks)
+    q, pages = device.view(query, "query"), dense_pages(device, kv_cache, kv_layout)
+    check_query(q, pages)
+    counts, batch = draft_counts(len(q), None, max_q_len, cum_seq_lens_q)
+    if integer("batch_size", batch_size, 0, LARGEST_INDEX) != batch:
+        raise ShapeError(f"batch_size: expected cum_seq_lens_q's {batch}, got {batch_size}")
+    most = integer("max_kv_len", max_kv_len, 0, LARGEST_INDEX)
+    lengths = checked_lengths(seq_lens, batch, most, most_name="max_kv_len")
+    if not flag("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx):
+        block_tables, pages = one_table(block_tables, lengths, pages)
+    table = Table.padded(block_tables, lengths, pages.page_size)
+    if not np.array_equal(row_offsets(cum_seq_lens_kv, "cum_seq_lens_kv"), offsets_of(table.num_pages)):
+        check_equals("cum_seq_lens_kv", cum_seq_lens_kv, offsets_of(lengths), "seq_lens")
+    offsets = offsets_of(counts).astype(np.int32)
+    rows = RaggedBatch(offsets, table, None, flag("causal", causal), "cum_seq_lens_q").rows
+    options = attention_options(window_left, None, softmax_scale(bmm1_scale), None, None)
+    attention = Attention(dense_plan(q, pages, options, out, out_dtype))
+    scales = (None, None, checked_number(bmm2_scale, "bmm2_scale"))
+    return attention.over(rows, query, pages, scales, Results(return_lse, out, lse), sinks=sinks, name="query")

@@ -5,9 +5,15 @@ from __future__ import annotations
 from typing import Any, Generic
 
 from paged_kv.arrays.pages import check_layout
-from paged_kv.calls.buffers import PlannedT, RequestsT
+from paged_kv.calls.buffers import Buffer, PlannedT, RequestsT
 from paged_kv.calls.planned import AttentionT, LastPlan
 
+TABLE_BUFFERS = (
+    Buffer("paged_kv_indptr_buffer", "indptr", extra=1),
+    Buffer("paged_kv_indices_buffer", "indices", extra=None),
+    Buffer("paged_kv_last_page_len_buffer", "last_page_len"),
+)
+"""The user's buffers of a decode's page table."""
 _WORKSPACE_BYTES = 16
 
 

@@ -159,9 +159,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _new_slots(page_size: int, slot_mapping: Tensor) -> Slots:
-    slots = slot_mapping.numpy()
-    pages = np.where(slots < 0, -1, slots // page_size).astype(np.int32)
-    return Slots(pages, (slots % page_size).astype(np.int32))
+    return Slots.mapped(slot_mapping.numpy(), page_size)
 
 
 _slots = RememberedPlan(_new_slots)
