@@ -3,6 +3,7 @@
 The public names below are FlashInfer's where it has them; each is loaded, with MAX behind it, when it is first used.
 """
 
+# ruff: noqa: F405 (names of the star imports, of which tests/unit/test_public_names.py has the list)
 from __future__ import annotations
 
 from importlib import import_module
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         merge_states,
     )
     from paged_kv.decode import (
+        BatchDecodeMlaWithPagedKVCacheWrapper,
         BatchDecodeWithPagedKVCacheWrapper,
         CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
         fast_decode_plan,
@@ -52,15 +54,18 @@ if TYPE_CHECKING:
         single_prefill_with_kv_cache_return_lse,
     )
     from paged_kv.quantization import packbits, segment_packbits
+    from paged_kv.rope import *  # noqa: F403
     from paged_kv.runtime.determinism import set_deterministic
     from paged_kv.runtime.threads import set_num_threads
     from paged_kv.runtime.warmup import warmup
+    from paged_kv.sampling import *  # noqa: F403
 
 __version__ = VERSION
 
 __all__ = [
     "BatchAttention",
     "BatchAttentionWithAttentionSinkWrapper",
+    "BatchDecodeMlaWithPagedKVCacheWrapper",
     "BatchDecodeWithPagedKVCacheWrapper",
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
     "BatchMLAPagedAttentionWrapper",
@@ -77,6 +82,17 @@ __all__ = [
     "append_kv",
     "append_paged_kv_cache",
     "append_paged_mla_kv_cache",
+    "apply_llama31_rope",
+    "apply_llama31_rope_inplace",
+    "apply_llama31_rope_pos_ids",
+    "apply_llama31_rope_pos_ids_inplace",
+    "apply_rope",
+    "apply_rope_inplace",
+    "apply_rope_pos_ids",
+    "apply_rope_pos_ids_inplace",
+    "apply_rope_with_cos_sin_cache",
+    "apply_rope_with_cos_sin_cache_inplace",
+    "chain_speculative_sampling",
     "chunk_gated_delta_rule",
     "fast_decode_plan",
     "gated_delta_rule_decode",
@@ -88,7 +104,10 @@ __all__ = [
     "merge_state",
     "merge_state_in_place",
     "merge_states",
+    "min_p_sampling_from_probs",
     "packbits",
+    "sampling_from_logits",
+    "sampling_from_probs",
     "segment_packbits",
     "selective_state_update",
     "set_deterministic",
@@ -96,6 +115,14 @@ __all__ = [
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
+    "softmax",
+    "top_k_mask_logits",
+    "top_k_renorm_probs",
+    "top_k_sampling_from_probs",
+    "top_k_top_p_sampling_from_logits",
+    "top_k_top_p_sampling_from_probs",
+    "top_p_renorm_probs",
+    "top_p_sampling_from_probs",
     "warmup",
 ]
 
@@ -111,6 +138,7 @@ _MODULES = {
         "merge_states",
     ),
     "decode": (
+        "BatchDecodeMlaWithPagedKVCacheWrapper",
         "BatchDecodeWithPagedKVCacheWrapper",
         "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
         "fast_decode_plan",
@@ -135,6 +163,12 @@ _MODULES = {
         "single_prefill_with_kv_cache_return_lse",
     ),
     "quantization": ("packbits", "segment_packbits"),
+    "rope": tuple(name for name in __all__ if name.startswith("apply_")),
+    "sampling": (
+        "chain_speculative_sampling",
+        "softmax",
+        *(name for name in __all__ if name.startswith(("min_p_", "sampling_from_", "top_k_", "top_p_"))),
+    ),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names} | {
     "set_deterministic": "runtime.determinism",

@@ -101,6 +101,7 @@ BY_LENGTHS = r"^BatchAttention\.|MLA"
 PAGED = r"^(?!BatchAttention\.|BatchMLA|BatchPrefillWithRagged)"
 NOT_MLA = r"^(?!BatchMLA)"
 NOT_DENSE = r"^(?!append.*dense)"
+NO_LATENT_DECODE = r"^(?!BatchDecodeMla)"
 DECODE = r"(Decode\w*Wrapper( in buffers)?\.(plan|begin)|fast_decode)"
 PREFILL = r"^BatchPrefillWith(Paged|Ragged)|^BatchAttentionWith"
 RAGGED = r"^BatchPrefillWithRagged"
@@ -137,7 +138,8 @@ PLANS = [
     Row("kv_len_arr", i32(3, 6, 1), ShapeError, "kv_indptr: expected B + 1 = 4 entries"),
     Row("qo", at(2, 2**26), ContractError, "{name}: expected at most "),
     # Sizes.
-    Row("num_qo_heads", 5, ShapeError, "num_qo_heads: expected a multiple of num_kv_heads = 2, got 5"),
+    Row("num_qo_heads", 5, ShapeError, "num_qo_heads: expected a multiple of num_kv_heads = 2, got 5",
+        NO_LATENT_DECODE),
     Row("num_qo_heads", 0, ContractError, "num_qo_heads: expected at least 1, got 0"),
     Row("num_heads", 0, ContractError, "num_heads: expected at least 1"),
     Row("width", 36, ShapeError, "{name}: expected a multiple of 8 from 8 to 512, got 36"),
@@ -145,17 +147,22 @@ PLANS = [
     Row("page_size", 0, ContractError, "page_size: expected at least 1, got 0"),
     # Options.
     Row("mode", "ROPE", ContractError, "expected 'NONE' or 'ROPE_LLAMA' or 'ALIBI', got 'ROPE'"),
-    Row("logits_soft_cap", -1.0, ContractError, "logits_soft_cap: expected at least 0"),
+    Row("logits_soft_cap", -1.0, ContractError, "logits_soft_cap: expected at least 0", NO_LATENT_DECODE),
     Row("logits_soft_cap", 1e-46, ContractError, f"logits_soft_cap: {NUMBER}"),
     Row("sm_scale", 1e39, ContractError, f"sm_scale: {NUMBER} (float32)"),
     Row("sm_scale", None, ContractError, "sm_scale: expected a value, got None", MLA),
-    Row("rope_scale", 0.0, ContractError, "rope_scale: expected a positive number, got 0.0"),
-    Row("rope_theta", 1e-30, ContractError, "rotate by 1e+30 radians a token"),
+    Row("rope_scale", 0.0, ContractError, "rope_scale: expected a positive number, got 0.0", NO_LATENT_DECODE),
+    Row("rope_theta", 1e-30, ContractError, "rotate by 1e+30 radians a token", NO_LATENT_DECODE),
+    Row("rope_theta", 5e5, ContractError, "rope_theta: expected None or 10000.0, got 500000.0", "^BatchDecodeMla"),
+    Row("logits_soft_cap", 30.0, ContractError, "logits_soft_cap: expected None or 0, got 30.0", "^BatchDecodeMla"),
+    Row("window_left", 5, ContractError, "window_left: expected -1, got 5: the latent kernels", "^BatchDecodeMla"),
+    Row("head_dim_compressed_kv", 36, ShapeError, "head_dim_compressed_kv: expected a multiple of 8"),
     Row("causal", None, ContractError, "causal: expected a value, got None", MLA),
     # Dtypes; all are float32.
     Row("dtype", "int16", ContractTypeError, "{name}: int16 is none of "),
     Row("dtype", "fp16", ContractTypeError, "{name}: 'fp16' is none of "),
-    Row("q_data_type", None, ContractTypeError, "q_data_type: None is none of", r"^BatchDecode\w*( in buffers)?\.plan"),
+    Row("q_data_type", None, ContractTypeError, "q_data_type: None is none of",
+        r"^BatchDecodeWith\w*( in buffers)?\.plan"),
     Row("kv_data_type", "float16", ContractTypeError, "kv_data_type: float16 must equal q's float32 or be", r"\.plan$"),
     Row("data_type", "int4", ContractTypeError, "data_type: 'int4' is none of"),
     # Rows of a decode.
@@ -233,8 +240,9 @@ RUNS = [
     Row("q", part(..., slice(4)), ShapeError,
         "q: expected the planned [{rows}, num_qo_heads, head_dim] = [{all}, 4, 8], got [{all}, 4, 4]"),
     Row("q", dtype("float16"), ContractTypeError, "q: expected the planned dtype float32, got float16", PLANNED),
-    Row("q_nope", part(slice(-1)), ShapeError, ", num_qo_heads, head_dim] = [5, 4, 8], got [4, 4, 8]"),
-    Row("q_pe", part(..., slice(4)), ShapeError, ", num_qo_heads, head_dim] = [5, 4, 8], got [5, 4, 4]"),
+    Row("q_nope", part(slice(-1)), ShapeError, ", num_qo_heads, head_dim] = [{all}, 4, 8], got [{fewer}, 4, 8]"),
+    Row("q_pe", part(..., slice(4)), ShapeError, ", num_qo_heads, head_dim] = [5, 4, 8], got [5, 4, 4]", MLA),
+    Row("q_pe", part(..., slice(4)), ShapeError, "q_pe: head_dim: expected a multiple of 8", "^BatchDecodeMla"),
     Row("q_pe", dtype("float64"), ContractTypeError, "q_pe: expected the planned dtype float32, got float64"),
     Row("cache", part(..., slice(2), slice(None), slice(None)), ShapeError,
         "{name}: expected the planned page_size 4 of k"),
@@ -247,6 +255,8 @@ RUNS = [
     Row("ckv_cache", dtype("float16"), ContractTypeError, "ckv_cache: expected the planned dtype float32"),
     Row("kpe_cache", part(slice(None), slice(3)), ShapeError, "kpe_cache: expected the planned page_size 4, got 3"),
     Row("kpe_cache", part(slice(3)), ShapeError, "kpe_cache: expected ckv_cache's 4 pages, got 3"),
+    Row("paged_ckv_cache", part(..., slice(4)), ShapeError, "paged_ckv_cache: expected the planned width 8, got 4"),
+    Row("paged_kpe_cache", part(slice(3)), ShapeError, "paged_kpe_cache: expected paged_ckv_cache's 4 pages, got 3"),
     # Tokens of a ragged call, 3 and 6, and of a shared prefix, 7.
     Row("v", part(..., slice(4)), ShapeError, "v: expected k's shape [9, 2, 8], got [9, 2, 4]"),
     Row("v", dtype("float16"), ContractTypeError, "v: expected k's dtype float32, got float16"),
@@ -406,6 +416,51 @@ MERGES = [
     Row("other sums", part(..., None), ShapeError, "{name}: shape [3, 2, 1], expected [3, 2]"),
     Row("mask", np.ones(3, np.int32), ContractTypeError, "mask: expected dtype bool, got int32"),
     Row("mask", np.ones(2, np.bool_), ShapeError, "mask: expected shape [3]"),
+]  # fmt: skip
+
+CONTEXT = [
+    # 2 requests of 3 and 6 tokens in 1 and 2 pages, with 2 and 3 rows.
+    Row("max_q_len", 2, ContractError, "max_q_len: expected at least 3, the rows of request 1, got 2"),
+    Row("max_kv_len", 5, ContractError, "max_kv_len: expected at least 6, the tokens of request 1 (seq_lens), got 5"),
+    Row("batch_size", 3, ShapeError, "batch_size: expected cum_seq_lens_q's 2, got 3"),
+    Row("cum_seq_lens_q", at(2, 4), ShapeError, "cum_seq_lens_q: expected an end at query's 5 rows, got 4"),
+    Row("cum_seq_lens_kv", at(1, 4), PageTableError, "cum_seq_lens_kv[1]: expected 3 as in seq_lens, got 4"),
+    Row("cum_seq_lens_kv", part(slice(2)), ShapeError, "cum_seq_lens_kv: expected 3 entries, got 2"),
+    Row("block_tables", at((1, 1), 4), PageTableError, "block_tables: request 1, slot 1 holds page id 4"),
+    Row("kv_cache_sf", (CACHE, CACHE), ContractError, "kv_cache_sf: expected None"),
+    Row("o_sf_vec_size", 16, ContractError, "o_sf_vec_size: expected None"),
+    Row("skip_softmax_threshold_scale_factor", 1.0, ContractError, "skip_softmax_threshold_scale_factor: expected "),
+    Row("out", read_only, ContractError, "out is read-only"),
+]  # fmt: skip
+
+SMALL = [
+    # Calls without a plan: 5 rows, 4 and 2 heads of 8, positions 1 to 5 of a table of 6; 4 rows of 8 tokens.
+    Row("slot_mapping", at(0, 16), PageTableError, "slot_mapping: row 0: expected -1 to 15, got 16"),
+    Row("slot_mapping", at(1, 9), PageTableError, "slot_mapping: rows 0 and 1 both write slot 9"),
+    Row("slot_mapping", lambda a: i32(*a, 0), ShapeError, "slot_mapping: expected at most key's 5 entries, got 6"),
+    Row("kv_cache_dtype", "fp8", ContractError, "kv_cache_dtype: expected 'auto', got 'fp8'"),
+    Row("value_cache", part(..., slice(4)), ShapeError, "value_cache: expected key_cache's shape [4, 4, 2, 8], got"),
+    Row("key_cache", read_only, ContractError, "key_cache is read-only"),
+    Row("indptr", at(2, 4), ShapeError, "indptr: expected an end at q's 5 rows, got 4", "rope$"),
+    Row("rotary_dim", 7, ShapeError, "rotary_dim: expected an even number up to q's head_dim 8, got 7"),
+    Row("high_freq_factor", 1.0, ContractError, "high_freq_factor: expected above low_freq_factor 1.0, got 1.0"),
+    Row("rope_scale", 0.0, ContractError, "rope_scale: expected a positive number, got 0.0", "rope"),
+    Row("k", part(slice(1)), ShapeError, "k: expected shape [5, 'any', 8], got [1, 2, 8]", "rope"),
+    Row("q", read_only, ContractError, "q is read-only", "inplace"),
+    Row("positions", at(2, 6), ContractError, "positions: row 2: expected 0 to 5, got 6", "cos_sin"),
+    Row("cos_sin_cache", dtype("float16"), ContractTypeError, "cos_sin_cache: dtype float16 is none of float32"),
+    Row("temperature", 0.0, ContractError, "temperature: expected a positive number, got 0.0"),
+    Row("temperature", np.ones(3, np.float32), ShapeError, "temperature: expected shape [4], got [3]"),
+    Row("top_k", 0, ContractError, "top_k: expected at least 1, got 0"),
+    Row("top_k", np.array([1, 2, 3, 0]), ContractError, "top_k: expected at least 1, got 0"),
+    Row("top_p", 1.5, ContractError, "top_p: expected a number above 0 and at most 1, got 1.5"),
+    Row("min_p", -0.1, ContractError, "min_p: expected a number from 0 to 1, got -0.1"),
+    Row("filter_apply_order", "top_p_first", ContractError, "filter_apply_order: expected 'top_k_first' or 'joint'"),
+    Row("indices", i32(4), ContractError, "indices: expected 0 to 3, got 4", "^top"),
+    Row("logits", at((2, 1), np.nan), ContractError, "logits: row 2: expected logits, got NaN or +inf, or all of them"),
+    Row("probs", at((1, 1), -1), ContractError, "probs: row 1: expected probabilities, got NaN, negative", "renorm"),
+    Row("draft_token_ids", at((0, 0), 8), ContractError, "draft_token_ids: expected 0 to 7, got 8"),
+    Row("target_probs", part(slice(None), slice(2)), ShapeError, "target_probs: expected shape [2, 3, 8], got [2, 2"),
 ]  # fmt: skip
 
 BUFFERS = "paged_kv_indptr_buffer qo_indptr_buf paged_kv_indptr_buf kv_indptr_buf qo_indptr kv_indptr".split()
@@ -574,6 +629,7 @@ SINGLES = [function("single_decode_with_kv_cache"), function("single_prefill_wit
     ("call", "name", "row", "place"),
     [*cells(SINGLE, SINGLES), *cells(DENSE, [function("trtllm_batch_decode_with_kv_cache")]),
      *cells(TABLES + CACHES + APPENDS, [call for call in CALLS if call.name.startswith("append")]),
+     *cells(CONTEXT, [function("trtllm_batch_context_with_kv_cache")]),
      *cells(MERGES, [call for call in CALLS if call.name.startswith("merge")])],
 )  # fmt: skip
 def test_function(call: Call, name: str, row: Row, place: str) -> None:
@@ -584,6 +640,16 @@ def test_function(call: Call, name: str, row: Row, place: str) -> None:
     changes = {name: broken(given.get(name), row)}
     said = row.said.format(**words_of(call, given, name))
     refuses(lambda: call(**placed(place, given | changes)), row.error, said, *arrays_of(given, changes))
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "row"),
+    cells(
+        SMALL, [call for call in CALLS if re.search("^reshape|rope|softmax|^top_|^min_p|^chain", call.name)], gpu=False
+    ),
+)
+def test_a_call_without_a_plan(call: Call, name: str, row: Row) -> None:
+    test_function(call, name, row, "")
 
 
 def twice(*names: str) -> Callable[[Change], Callable[[dict[str, Any]], dict[str, Any]]]:
@@ -608,6 +674,7 @@ def overlapping_buffers(given: dict[str, Any]) -> dict[str, Any]:
     return {a: memory[: len(given[a])], b: memory[len(given[a]) - 1 :]}
 
 
+OVER_PAGES = r"^(?!BatchDecodeMla).*PagedKVCacheWrapper\.run$"
 SEVERAL = [
     # Several arguments at once, each of which may be right.
     (r"KVCacheWrapper\.run", lambda _: {"q_scale": 1e30, "k_scale": 1e30}, ContractError, "* 1e+30 * 1e+30"),
@@ -628,18 +695,18 @@ SEVERAL = [
     (r"\.run$", lambda given: {"lse": like_lse(given, first(given))}, ContractError, "lse shares memory with q"),
     (r"\.run$", lambda given: {"out": given["out"], "lse": like_lse(given, given["out"])}, ContractError,
      "out shares memory with lse"),
-    (r"PagedKVCacheWrapper\.run$", lambda given: {"out": given["paged_kv_cache"].reshape(-1)[: given["q"].size]
+    (OVER_PAGES, lambda given: {"out": given["paged_kv_cache"].reshape(-1)[: given["q"].size]
      .reshape(given["q"].shape)}, ContractError, "out shares memory with paged_kv_cache"),
-    (r"PagedKVCacheWrapper\.run$", lambda given: {"lse": like_lse(given, given["paged_kv_cache"])}, ContractError,
+    (OVER_PAGES, lambda given: {"lse": like_lse(given, given["paged_kv_cache"])}, ContractError,
      "lse shares memory with paged_kv_cache"),
     (r"^Batch(Decode|Prefill)WithPaged.*\.run$", lambda given: {"lse": like_lse(given, ARENA), "sinks": ARENA[:4]},
      ContractError, "lse shares memory with sinks"),
     (r"^(?!Multi).* in buffers$", overlapping_buffers, ContractError, " shares memory with "),
-    ("append_paged_kv_cache$", lambda _: {"paged_kv_cache": (CACHE[:, 0], CACHE[:, 0])}, ContractError,
+    ("^append_paged_kv_cache$", lambda _: {"paged_kv_cache": (CACHE[:, 0], CACHE[:, 0])}, ContractError,
      "paged_kv_cache[1] shares memory with paged_kv_cache[0]"),
-    ("append_paged_kv_cache$", lambda _: {"paged_kv_cache": as_strided(ARENA, CACHE.shape, (0, 0, 64, 32, 4))},
+    ("^append_paged_kv_cache$", lambda _: {"paged_kv_cache": as_strided(ARENA, CACHE.shape, (0, 0, 64, 32, 4))},
      ContractError, f"paged_kv_cache {ITSELF}"),
-    ("append_paged_kv_cache$", lambda _: {"paged_kv_cache": (CACHE[:, 0], as_strided(ARENA, CACHE[:, 0].shape,
+    ("^append_paged_kv_cache$", lambda _: {"paged_kv_cache": (CACHE[:, 0], as_strided(ARENA, CACHE[:, 0].shape,
      (0, 64, 32, 4)))}, ContractError, f"paged_kv_cache[1] {ITSELF}"),
     ("append_paged_mla_kv_cache$", lambda _: {"ckv_cache": as_strided(ARENA, (4, 4, 8), (64, 16, 4))},
      ContractError, f"ckv_cache {ITSELF}"),
@@ -664,11 +731,11 @@ SEVERAL = [
     ("append.*dense", twice("k", "v")(part(slice(1))), ShapeError, "k: expected a row for each of 2 requests, got 1"),
     ("append.*dense", lambda _: {"page_table": i32(2, 2)[:, None], "last_page_len": i32(2, 2)}, PageTableError,
      "rows 0 and 1 (requests 0 and 1) both write slot 2 of page 2"),
-    ("append.*cache$", lambda _: {"kv_indptr": i32(0, 0, 3), "kv_last_page_len": i32(0, 2)}, PageTableError,
+    ("^append.*cache$", lambda _: {"kv_indptr": i32(0, 0, 3), "kv_last_page_len": i32(0, 2)}, PageTableError,
      "positions: row 0 (request 0) has position 1, outside the request's 0 pages of 4"),
     ("append.*last tokens", lambda _: {"kv_indptr": i32(0, 0, 3), "kv_last_page_len": i32(0, 2)}, PageTableError,
      "append_indptr: request 0 appends 2 tokens, kv_last_page_len says 0"),
-    ("append_paged_kv_cache$", lambda _: {"paged_kv_cache": jnp.ones(CACHE.shape)}, ContractError,
+    ("^append_paged_kv_cache$", lambda _: {"paged_kv_cache": jnp.ones(CACHE.shape)}, ContractError,
      "paged_kv_cache is read-only"),
     (r"Shared.*\.forward", SHARED(part(slice(None), slice(1))), ShapeError,
      "k_shared: expected the planned num_kv_heads 2"),
@@ -680,10 +747,10 @@ SEVERAL = [
     (r"PrefillWithShared.*\.forward", SHARED(dtype("float16")), ContractTypeError,
      "k_shared: dtype: float16 must equal q's float32"),
     (r"MLA.*\.run", LATENT(part(slice(2))), PageTableError, "kv_indices: request 0, slot 0 holds page id 2"),
-    ("trtllm", lambda _: {"cum_seq_lens_q": i32(0, 0, 2), "seq_lens": i32(3, 1)}, PageTableError,
+    ("trtllm_batch_decode", lambda _: {"cum_seq_lens_q": i32(0, 0, 2), "seq_lens": i32(3, 1)}, PageTableError,
      "request 1 has 2 query rows and 1 tokens"),
-    ("trtllm", lambda _: {"out": np.ones((2, 4, 8), np.float16), "out_dtype": "float32"}, ContractTypeError,
-     "out: expected the planned dtype"),
+    ("trtllm_batch_decode", lambda _: {"out": np.ones((2, 4, 8), np.float16), "out_dtype": "float32"},
+     ContractTypeError, "out: expected the planned dtype"),
     ("single_prefill", lambda _: {"scale_k": 2.0, "k_scale": "1"}, ContractTypeError, "k_scale: expected a number"),
     ("Decode.* in buffers.plan", lambda _: {"indptr": i32(0, 1), "last_page_len": i32(3)}, ShapeError,
      "indptr: a batch of 1, the buffers fix it at 2"),
@@ -739,7 +806,7 @@ def test_page_ids_outside_the_cache(call: Call, page: int) -> None:
     given[name] = [given[name][0], changed(given[name][1], 2, page)] if levels else changed(given[name], 2, page)
     plan(**given)
     buffers = {"BatchDecode": "indices_buffer", "BatchPrefill": "indices_buf"} if " in buffers" in call.name else {}
-    name = "[1]" if levels else buffers.get(call.name.partition("With")[0], "indices")
+    name = "[1]" if levels else buffers.get(call.name.partition("With")[0].removesuffix("Mla"), "indices")
     said = f"{name}: request 1, slot 1 holds page id {page}, outside the cache's [0, 4)"
     refuses(lambda: call.runs(plan.__self__), PageTableError, said, CACHE)
 

@@ -26,7 +26,7 @@ from paged_kv.calls.rows import DecodeBatch
 from paged_kv.calls.table import Table
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError, ToolchainError
-from paged_kv.flashinfer import decode
+from paged_kv.flashinfer.wrapper import TABLE_BUFFERS
 from paged_kv.mla import BatchMLAPagedAttentionWrapper
 from paged_kv.page import PagedKVCacheManager
 from paged_kv.prefill import BatchPrefillWithPagedKVCacheWrapper
@@ -97,7 +97,7 @@ def test_buffers_on_a_gpu_are_written_by_plan_and_not_read(monkeypatch):
     """The three buffers hold what was planned, and the rows are those of the plan."""
     monkeypatch.setattr("paged_kv.calls.buffers.device_of", lambda **_: STAND_IN)
     buffers = [torch.zeros(3, dtype=torch.int32), torch.full((5,), -7), torch.zeros(2, dtype=torch.int32)]
-    fixed = FixedBuffers([decode._BUFFERS], buffers, "the page table lives")
+    fixed = FixedBuffers([TABLE_BUFFERS], buffers, "the page table lives")
     with pytest.raises(ContractError, match="nothing is planned"):
         fixed.read()
     table = Table.csr(np.array([0, 2, 3]), np.array([9, 1, 4]), np.array([2, 4]), 4)

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from paged_kv import mla, page, reference
+from paged_kv import decode, mla, page, reference
 from paged_kv.errors import ContractError, PageTableError, ShapeError
 from support import latent
 from support.compare import assert_close, assert_lse_close
+from support.kinds import bytes_of
 from support.latent import LSE_TOL, REL
 
 pytestmark = pytest.mark.usefixtures("latent_variants")
@@ -193,3 +194,22 @@ def test_appended_tokens_are_seen():
     rows = (tensor(CASE.ckv[at]), tensor(CASE.kpe[at]), tensor(batch), tensor(positions))
     page.append_paged_mla_kv_cache(*rows, *cache.values(), tensor(indices), tensor(indptr), tensor(last))
     assert_result(planned().run(**given | cache, return_lse=True), oracle())
+
+
+@pytest.mark.parametrize("in_buffers", [False, True])
+def test_the_older_decode_wrapper_gives_the_same(in_buffers):
+    """Its page table is decode's; its scales multiply the scores and o."""
+    sizes = {"heads": HEADS, "widths": WIDTHS, "page_size": SIZE, "dtype": "float32", "kv_dtype": "float32"}
+    case = latent.build(LENGTHS, (1, 1, 1, 1), **sizes)
+    last = np.where(case.lengths > 0, (case.lengths - 1) % SIZE + 1, 0)
+    buffers = [np.zeros(n, np.int32) for n in (5, 20, 4)] if in_buffers else []
+    older = decode.BatchDecodeMlaWithPagedKVCacheWrapper(None, in_buffers, False, *buffers)
+    older.plan(*case.csr, last, HEADS, WIDTHS[0], SIZE, SCALE, data_type="float32")
+    newer = mla.BatchMLAPagedAttentionWrapper(None)
+    newer.plan(np.arange(5), *case.csr, case.lengths, HEADS, *WIDTHS, SIZE, False, SCALE, "float32", "float32")
+    arrays = case.q_nope, case.q_pe, case.ckv, case.kpe
+    assert bytes_of(older.run_return_lse(*arrays)) == bytes_of(newer.run(*arrays, return_lse=True))
+    o, lse = older.run(*arrays, q_scale=3.0, k_scale=0.5, v_scale=2.0, return_lse=True)
+    rows = case.lookup_table, case.row_batch, case.lengths
+    expected = reference.mla_attention(*arrays, *rows, sm_scale=SCALE * 1.5)
+    assert_result((tensor(o), tensor(lse)), (expected[0] * 2, expected[1]))

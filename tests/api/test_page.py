@@ -1,5 +1,7 @@
 """Appends and the arithmetic of page tables, on arrays of every library, against the oracle."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from paged_kv.page import (
     append_paged_mla_kv_cache,
     get_batch_indices_positions,
     get_seq_lens,
+    reshape_and_cache_flash,
 )
 from support.cases import CacheCase, build, emptied, normal
 from support.kinds import PLACED, bytes_of, make
@@ -69,6 +72,22 @@ def test_any_append_is_the_oracles(kind, drawn, index_dtype, by_name, host_indic
         append_paged_kv_cache(*arguments, cache.case.layout)
     assert bytes_of(storage) == bytes_of(expected)
     assert bytes_of([*arguments[:4], *arguments[5:]]) == before
+
+
+@pytest.mark.parametrize("kind", PLACED)
+@settings(max_examples=examples(40), derandomize=True, deadline=None)
+@given(appends(), st.sampled_from(INDICES[:2]), st.integers(0, 2))
+def test_numbered_slots_are_those_of_positions(kind, drawn, index_dtype, surplus):
+    """Rows past the last slot do not count, as in vLLM."""
+    drawn_cache, (k, v, batch, positions) = drawn
+    cache = emptied(build(replace(drawn_cache.case, rank=4, layout="NHD")))
+    expected, size = expected_blocks(cache, k, v, batch, positions), cache.case.page_size
+    pages = cache.lookup_table.view(np.int32)[np.maximum(batch, 0), positions // size] if len(batch) else positions
+    slots = np.where(batch < 0, -1, pages.astype(np.int64) * size + positions % size).astype(index_dtype)
+    k, v = (np.concatenate([rows, np.ones((surplus, *rows.shape[1:]), rows.dtype)]) for rows in (k, v))
+    storage = made(kind, blocks(cache))
+    reshape_and_cache_flash(make(kind, k), make(kind, v), *storage, make(kind, slots), "auto", 1.0, 1.0)
+    assert bytes_of(storage) == bytes_of(expected)
 
 
 @pytest.mark.parametrize("kind", PLACED)

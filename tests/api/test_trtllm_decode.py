@@ -1,4 +1,4 @@
-"""Decode over a dense page table: rows of each request, ragged rows, scales, page tables as they come, refusals."""
+"""Decode and prefill over a dense page table: ragged rows, scales, page tables as they come, refusals."""
 
 import math
 from typing import Any
@@ -11,9 +11,11 @@ from paged_kv import reference
 from paged_kv.arrays.host import as_numpy
 from paged_kv.decode import trtllm_batch_decode_with_kv_cache
 from paged_kv.errors import ContractError
-from support.cases import Cache, CacheCase, build, causal_rows
+from paged_kv.prefill import BatchPrefillWithPagedKVCacheWrapper, trtllm_batch_context_with_kv_cache
+from support.cases import Cache, CacheCase, build, causal_rows, csr
 from support.compare import assert_close, assert_lse_close
-from support.decoding import LSE_TOLERANCE, O_TOLERANCE, paged_cache
+from support.decoding import LSE_TOLERANCE, O_TOLERANCE, paged_cache, plan_sizes
+from support.kinds import bytes_of
 
 pytestmark = pytest.mark.usefixtures("decode_variants")
 
@@ -151,3 +153,34 @@ def test_requests_without_pages_are_padding() -> None:
     assert np.isneginf(lse[2:4]).all()
     kept = [0, 1, 4, 5, 6, 7]
     assert_found((o[kept], lse[kept]), NHD, [2, 0, 2, 2])
+
+
+@pytest.mark.parametrize("options", [{}, {"window_left": 4, "causal": False}, {"causal": False}, {"sinks": [0.5] * 4}])
+@pytest.mark.parametrize("cache", [HND, NHD], ids=lambda cache: cache.case.layout)
+def test_contexts_are_the_prefill_wrappers(cache: Cache, options: dict[str, Any]) -> None:
+    """As mini-sglang calls it; `cum_seq_lens_kv` counts tokens, or pages as in FlashInfer's own tests."""
+    counts, offsets = [3, 0, 5, 1], np.array([0, 3, 3, 8, 9], np.int32)
+    q, row_batch, row_lengths = causal_rows(cache, counts)
+    options = dict(options)
+    sinks = np.array(options.pop("sinks"), np.float32) if "sinks" in options else None
+    arguments = {"query": q, "kv_cache": paged_cache(cache), "workspace_buffer": None, "block_tables": blocks(cache),
+             "seq_lens": cache.lengths, "max_q_len": 5, "max_kv_len": 48, "bmm1_scale": 0.2, "bmm2_scale": 0.5,
+             "batch_size": 4, "cum_seq_lens_q": offsets, "kv_layout": cache.case.layout, "out_dtype": q.dtype,
+             "sinks": None if sinks is None else [sinks], "return_lse": True}  # fmt: skip
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(None, cache.case.layout)
+    types = {"sm_scale": 0.2, "q_data_type": "float32"}
+    wrapper.plan(offsets, *csr(cache), *plan_sizes(cache), **types, **{"causal": True} | options)
+    expected = wrapper.run(q, paged_cache(cache), v_scale=0.5, sinks=sinks, return_lse=True)
+    pages = np.concatenate([[0], np.cumsum(-(-cache.lengths // cache.case.page_size))])
+    for of_kv in (np.concatenate([[0], np.cumsum(cache.lengths)]), pages):
+        result = trtllm_batch_context_with_kv_cache(**arguments, cum_seq_lens_kv=of_kv, **options)
+        assert bytes_of(result) == bytes_of(expected)
+    if "window_left" in options:  # a row's own position counts, which the oracle's rows do not have
+        return
+    if not options.get("causal", True):
+        row_lengths = cache.lengths[row_batch]
+    o, lse = reference.attention(
+        q, *cache.pages, row_batch, row_lengths, **cache.storage, sm_scale=0.2, v_scale=0.5, sinks=sinks
+    )
+    assert_close(result[0], o, rel=1e-5, what="o")
+    assert_lse_close(result[1], lse, tol=LSE_TOLERANCE, what="lse")

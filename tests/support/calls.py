@@ -11,7 +11,7 @@ import torch
 
 import paged_kv
 import paged_kv.torch as operators_of_torch
-from paged_kv import cascade, decode, mla, page, prefill
+from paged_kv import cascade, decode, mla, page, prefill, rope, sampling
 from paged_kv.attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper
 from support import latent
 from support.prefilling import load_variants as load_prefill
@@ -41,6 +41,8 @@ NEW = {"batch_indices": i32(0, 0, 1, 1, 1), "positions": i32(1, 2, 3, 4, 5)} | C
 DENSE = {"page_table": np.array([[2, -1], [0, 1]], np.int32), "last_page_len": i32(3, 2), "page_size": 4}
 MLA = (ROWS, TABLE[0], TABLE[1], i32(3, 6), 4, 8, 8, 4, True, 0.3)
 MLA_RUN = (f32(5, 4, 8), f32(5, 4, 8), f32(4, 4, 8), f32(4, 4, 8))
+MLA_ONE, OF_MLA_ONE = (4, 8, 4, 0.3), {"data_type": "float32", "q_data_type": "float32"}
+MLA_ONE_RUN = (f32(2, 4, 8), f32(2, 4, 8), *MLA_RUN[2:])
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,13 +112,27 @@ def calls() -> list[Call]:
     dense = (Q_ONE, CACHE, None, np.array([[2, -1], [0, 1]], np.int32), i32(3, 6), 6)
     levels = ([i32(0, 5), ROWS], [i32(0, 1), TABLE[0]], [i32(3), TABLE[1]], [i32(4), TABLE[2]])
     state = (f32(3, 2, 8), f32(3, 2))
+    draws = {"deterministic": True, "check_nan": False, "seed": 1, "offset": 0, "return_valid": True}
     functions: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = [
         (decode.single_decode_with_kv_cache, (f32(4, 8), f32(3, 2, 8), f32(3, 2, 8)), {}),
         (decode.trtllm_batch_decode_with_kv_cache, dense, {"kv_layout": "NHD"}),
+        (prefill.trtllm_batch_context_with_kv_cache,
+         (Q, CACHE, *dense[2:5], 3, 6, 0.3, 1.0, 2, ROWS, i32(0, 3, 9)), {"kv_layout": "NHD"}),
         (prefill.single_prefill_with_kv_cache, (f32(2, 4, 8), f32(3, 2, 8), f32(3, 2, 8)), {}),
         (cascade.merge_state, state + state, {}),
         (cascade.merge_state_in_place, state + state, {}),
         (cascade.merge_states, (f32(3, 2, 2, 8), f32(3, 2, 2)), {}),
+        (page.reshape_and_cache_flash, (Q[:, :2], Q[:, 2:], CACHE[:, 0], CACHE[:, 1], i32(9, 10, -1, 3, 4)), {}),
+        (rope.apply_rope, (Q, Q[:, :2], ROWS, i32(1, 3)), {**vars(rope.Rotation())}),
+        (rope.apply_llama31_rope_pos_ids_inplace, (Q, Q[:, :2], i32(1, 2, 3, 4, 5)), {**vars(rope.Llama31Rotation())}),
+        (rope.apply_rope_with_cos_sin_cache, (i32(1, 2, 3, 4, 5), Q.reshape(5, 32), Q[:, :2], 8, f32(6, 4)), {}),
+        (sampling.softmax, (Q[0], 0.5), {}),
+        (sampling.top_k_renorm_probs, (Q[0] ** 2, 3), {}),
+        (sampling.top_k_mask_logits, (Q[0], 2), {}),
+        (sampling.top_k_top_p_sampling_from_probs, (Q[0] ** 2, 3, 0.5), draws),
+        (sampling.min_p_sampling_from_probs, (Q[0] ** 2, 0.5), draws),
+        (sampling.chain_speculative_sampling, (Q[:2, :2] ** 2, np.array([[2, 1], [0, 7]]), Q[:2, :3] ** 2),
+         {"seed": 1}),
         (paged_kv.packbits, (np.ones(9, bool),), {}),
         (paged_kv.segment_packbits, (np.ones(5, bool), ROWS), {}),
         (page.get_seq_lens, (), {"kv_indptr": TABLE[0], "kv_last_page_len": TABLE[2], "page_size": 4}),
@@ -146,6 +162,7 @@ def calls() -> list[Call]:
     )  # fmt: skip
     found += wrapped(BatchAttention, (ROWS, *TABLE[:2], i32(3, 6), 4, 2, 8, 8, 4), plan=BOTH, run=(Q, CACHE), first=())
     found += wrapped(mla.BatchMLAPagedAttentionWrapper, MLA, plan=BOTH, run=MLA_RUN)
+    found += wrapped(decode.BatchDecodeMlaWithPagedKVCacheWrapper, (*TABLE, *MLA_ONE), plan=OF_MLA_ONE, run=MLA_ONE_RUN)
     found += wrapped(
         cascade.MultiLevelCascadeAttentionWrapper, (*levels, *SIZES), plan=BOTH, run=(Q, CACHE), first=(2, None)
     )
@@ -228,6 +245,10 @@ def in_buffers() -> list[Call]:
     found += wrapped(
         mla.BatchMLAPagedAttentionWrapper, MLA, plan=BOTH, run=MLA_RUN,
         buffers=zeros("qo_indptr kv_indptr kv_indices kv_len_arr", 3, 3, 3, 2),
+    )  # fmt: skip
+    found += wrapped(
+        decode.BatchDecodeMlaWithPagedKVCacheWrapper, (*TABLE, *MLA_ONE), plan=OF_MLA_ONE, run=MLA_ONE_RUN,
+        buffers=zeros("paged_kv_indptr_buffer paged_kv_indices_buffer paged_kv_last_page_len_buffer", 3, 3, 2),
     )  # fmt: skip
     names = "qo_indptr_buf_arr paged_kv_indptr_buf_arr paged_kv_indices_buf_arr paged_kv_last_page_len_buf_arr".split()
     levels = [[i32(0, 5), ROWS], [i32(0, 1), TABLE[0]], [i32(3), TABLE[1]], [i32(4), TABLE[2]]]

@@ -13,7 +13,8 @@ from paged_kv.errors import ContractError
 from paged_kv.options import check_number
 
 
-def _is_array(value: Any) -> bool:
+def is_array(value: Any) -> bool:
+    """Return whether a value is an array, not a number."""
     if isinstance(value, np.ndarray | type):
         return not isinstance(value, type)
     try:
@@ -28,7 +29,7 @@ def one_number(value: Any, name: str) -> Any:
     Raises:
         ContractTypeError: it is an array on a GPU, which would have to be waited for.
     """
-    if not _is_array(value):
+    if not is_array(value):
         return value
     devices.require_host(value, name, "it is read on the host")
     view = as_numpy(value, name)
@@ -61,7 +62,7 @@ def one_scale(value: Any, name: str, num_heads: int, factor: Any = None, factor_
         ContractError: an array has other numbers for other heads; float32 has not such a number.
     """
     scale = one_number(value, name)
-    if _is_array(scale):
+    if is_array(scale):
         view = as_numpy(scale, name)
         if view.shape != (num_heads,) or not is_float(view.dtype) or (view != view[:1]).any():
             raise ContractError(f"{name}: expected one number for all heads, got an array of shape {list(view.shape)}")

@@ -707,7 +707,7 @@ def dense_pages(device: ArrayDevice, kv_cache: CacheArrays, kv_layout: str) -> P
     return Pages.of(kv_cache, kv_layout, "kv_cache", device=device)
 
 
-def softmax_scale(bmm1_scale: Any, bmm1_scale_log2: Any) -> float:
+def softmax_scale(bmm1_scale: Any, bmm1_scale_log2: Any = None) -> float:
     """Return what multiplies q . k."""
     if bmm1_scale_log2 is None:
         return checked_number(bmm1_scale, "bmm1_scale")

@@ -23,7 +23,7 @@ from paged_kv.calls.table import Table
 from paged_kv.errors import ContractError
 from paged_kv.flashinfer.kernel_arguments import refuse_unsupported
 from paged_kv.flashinfer.wrapper import TABLE_BUFFERS, PlannedWrapper
-from paged_kv.options import check_head_dim
+from paged_kv.options import check_head_dim, check_number
 
 
 class BatchDecodeMlaWithPagedKVCacheWrapper(PlannedWrapper[LatentAttention, DecodeBatch, Rows]):
@@ -137,9 +137,12 @@ class BatchDecodeMlaWithPagedKVCacheWrapper(PlannedWrapper[LatentAttention, Deco
         of_q, of_k, of_v = (1.0 if value is None else checked_number(value, name) for name, value in scales.items())
         if of_v <= 0:
             raise ContractError(f"v_scale: expected a positive number, got {of_v}")
-        width = devices.device_of(q_pe=q_pe).view(q_pe, "q_pe").shape[-1:]
         scale = plan.sm_scale * of_q * of_k / of_v  # one scale of the cache multiplies scores and o
-        plan = replace(plan, head_dim_kpe=width[0] if width else 0, sm_scale=scale)
+        check_number(f"sm_scale * q_scale * k_scale / v_scale = {plan.sm_scale} * {of_q} * {of_k} / {of_v}", scale)
+        shape = devices.device_of(q_pe=q_pe).view(q_pe, "q_pe").shape
+        if width := shape[-1] if len(shape) else 0:
+            check_head_dim("q_pe: head_dim", width)
+        plan = replace(plan, head_dim_kpe=width, sm_scale=scale)
         return LatentAttention(plan).run(
             LatentArrays(q_nope, q_pe, paged_ckv_cache, paged_kpe_cache, cache_names=_CACHES),
             rows,
