@@ -112,6 +112,8 @@ def calls() -> list[Call]:
     dense = (Q_ONE, CACHE, None, np.array([[2, -1], [0, 1]], np.int32), i32(3, 6), 6)
     levels = ([i32(0, 5), ROWS], [i32(0, 1), TABLE[0]], [i32(3), TABLE[1]], [i32(4), TABLE[2]])
     state = (f32(3, 2, 8), f32(3, 2))
+    rotary = (Q, Q[:, :2], None, None, f32(6, 8), i32(1, 2, 3, 4, 5))
+    pages8 = np.zeros((4, 4, 2, 8), "float8_e4m3fn")
     draws = {"deterministic": True, "check_nan": False, "seed": 1, "offset": 0, "return_valid": True}
     functions: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = [
         (decode.single_decode_with_kv_cache, (f32(4, 8), f32(3, 2, 8), f32(3, 2, 8)), {}),
@@ -126,6 +128,9 @@ def calls() -> list[Call]:
         (rope.apply_rope, (Q, Q[:, :2], ROWS, i32(1, 3)), {**vars(rope.Rotation())}),
         (rope.apply_llama31_rope_pos_ids_inplace, (Q, Q[:, :2], i32(1, 2, 3, 4, 5)), {**vars(rope.Llama31Rotation())}),
         (rope.apply_rope_with_cos_sin_cache, (i32(1, 2, 3, 4, 5), Q.reshape(5, 32), Q[:, :2], 8, f32(6, 4)), {}),
+        (rope.rope_quantize_fp8, rotary, {}),
+        (rope.rope_quantize_fp8_append_paged_kv_cache, (*rotary[:4], Q[:, :2], *rotary[4:], (pages8, pages8.copy())),
+         {name: NEW[name] for name in ("kv_indices", "kv_indptr", "batch_indices", "positions")} | {"page_size": 4}),
         (sampling.softmax, (Q[0], 0.5), {}),
         (sampling.top_k_renorm_probs, (Q[0] ** 2, 3), {}),
         (sampling.top_k_mask_logits, (Q[0], 2), {}),
