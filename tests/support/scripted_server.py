@@ -32,7 +32,7 @@ from support.tool_chats import THINKING
 
 CONTEXT = 1 << 17
 """The most tokens of a request: agents send thousands, more in the demo's vocabulary."""
-NUM_PAGES = 1 << 14
+NUM_PAGES, PAGE_SIZE = 1 << 14, 16
 Text = str | Callable[[str], str]
 START_SECONDS = 30  # that only a hang exceeds
 
@@ -46,7 +46,7 @@ class ScriptedModel(FakeModel):
     """Goes on with the text that its script has for a prompt; no compiler is needed."""
 
     def __init__(self) -> None:
-        super().__init__(NUM_PAGES, 16)
+        super().__init__(NUM_PAGES, PAGE_SIZE)
         demo = open_source(FOLDER).config
         self.config = replace(
             self.config,

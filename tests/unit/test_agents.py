@@ -13,14 +13,11 @@ from openai.types.responses import ResponseStreamEvent
 from starlette.testclient import TestClient
 
 import support
-from support.scripted_server import ScriptedServer, call
+from support.agent_turns import APIS, EVERY, KEEPS_THOUGHTS, SYSTEM_FIRST, turns
+from support.scripted_server import PAGE_SIZE, ScriptedServer, call
 from support.tool_chats import THINKING
 
 FOLDER = Path(support.__path__[0]) / "agents"
-SYSTEM_FIRST = (
-    "{%- for message in messages %}{%- if message.role == 'system' and not loop.first %}"
-    "{{ raise_exception('System message must be at the beginning') }}{% endif %}{% endfor %}" + THINKING
-)
 FILE = "<think>A file.</think>I write it. "
 PATCH = "*** Begin Patch\n*** Add File: alpha\n+one\n*** End Patch\n"
 SCRIPTS = {
@@ -183,3 +180,26 @@ def test_requests_of_agents(name, template):
         if name == "aider":  # what it says of its files changes, behind its instructions
             most = len(server.served.tokenizer.encode(server.prompt(earlier).split("user: ")[0], is_template=True))
         assert later.tokens[:most] == earlier.tokens[:most]
+
+
+LONG = {
+    # template, whether the model thinks: what of the turn before is in the cache
+    "no thoughts": (THINKING, False, "answer"),
+    "one system message": (SYSTEM_FIRST, False, "answer"),
+    "thoughts are left out": (THINKING, True, "prompt"),
+    "thoughts are kept until the next question": (KEEPS_THOUGHTS, True, "question"),
+}
+CASES = [(api, case) for api in APIS for case in LONG if api == "messages" or case == "one system message"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("api", "case"), CASES)
+def test_a_turn_computes_its_own_tokens(api, case):
+    template, thinks, shared = LONG[case]
+    done = list(turns(api, template, 40, thinks=thinks))
+    for number, (earlier, turn) in enumerate(pairwise(done), 1):
+        assert turn.cached + turn.computed == turn.prompt
+        least = earlier.prompt + earlier.answer * (shared == "answer")
+        if shared == "question":
+            least = done[number - EVERY].prompt if number % EVERY == 0 else earlier.prompt + earlier.answer
+        assert least - PAGE_SIZE <= turn.cached, number

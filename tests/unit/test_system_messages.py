@@ -6,6 +6,7 @@ from paged_kv.checkpoint.source import open_source
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.serve.anthropic_messages import read_messages_request
 from paged_kv.serve.chat import ChatFormat
+from paged_kv.serve.chat.systems import Systems
 from paged_kv.serve.fields import BodyFields
 from paged_kv.serve.openai_chat import read_chat
 from paged_kv.serve.openai_responses import read_response
@@ -26,20 +27,20 @@ TURNS = ANY.replace(
     "{{ raise_exception('Roles must alternate.') }}{% endif %}[{{",
 )
 TEMPLATES = {"any": ANY, "raises": RAISES, "drops": DROPS, "several": SEVERAL, "none": NONE, "turns": TURNS}
-FRONT, LEADING = "[system]s\n\nt[user]x\n\ny[assistant]z", "[system]s\n\nt[user]x"
+FRONT, LEADING = "[system]s[user]x\n\nt\n\ny[assistant]z", "[system]s\n\nt[user]x"
 PROMPTS = {
     # the template's prompts of a later system message between two of the user, and of two at the beginning
     "any": ("[system]s[user]x[system]t[user]y[assistant]z", "[system]s[system]t[user]x"),
     "raises": (FRONT, LEADING),
     "drops": (FRONT, LEADING),
     "several": (FRONT, "[system]s[system]t[user]x"),
-    "none": ("[user]s\n\nt\n\nx\n\ny[assistant]z", "[user]s\n\nt\n\nx"),
+    "none": ("[user]s\n\nx\n\nt\n\ny[assistant]z", "[user]s\n\nt\n\nx"),
     "turns": ("[system]s[user]x[system]t[user]y[assistant]z", LEADING),
 }
 
 
 def messages(*texts):
-    roles = {"s": "system", "t": "developer", "x": "user", "y": "user", "z": "assistant"}
+    roles = {"r": "tool", "s": "system", "t": "developer", "x": "user", "y": "user", "z": "assistant"}
     return [{"role": roles[text], "content": text} for text in texts]
 
 
@@ -50,6 +51,23 @@ def test_system_messages_stand_where_the_template_writes_them(name):
     assert chat.render(messages(*"sxtyz")) == later
     assert chat.render(messages(*"stx")) == leading
     assert chat.render(messages(*"xz")) == "[user]x[assistant]z"
+
+
+LATER = {
+    # texts of a conversation, and how they are arranged for a template that takes one system message at the front
+    "sxtzrt": "[system]s[user]x\n\nt[assistant]z[tool]r\n\nt",
+    "sxzttr": "[system]s[user]x[assistant]z[tool]t\n\nt\n\nr",
+    "sxzty": "[system]s[user]x[assistant]z[user]t\n\ny",
+    "xztz": "[user]x[assistant]z[user]t[assistant]z",
+    "xzt": "[user]x[assistant]z[user]t",
+    "st": "[system]s\n\nt",
+}
+
+
+@pytest.mark.parametrize("texts", LATER)
+def test_a_later_system_message_changes_nothing_before_it(texts):
+    arranged = Systems(several=False, later=False).arrange(messages(*texts))
+    assert "".join(f"[{each['role']}]{each['content']}" for each in arranged) == LATER[texts]
 
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch={};"

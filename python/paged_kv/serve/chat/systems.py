@@ -11,6 +11,8 @@ from paged_kv.serve.chat.template import Template
 
 _ROLES = ("system", "developer")
 _FIRST, _SECOND = "first_probe_of_systems", "second_probe_of_systems"
+_TAKING = ("user", "tool")
+"""Roles of messages that can have the text of a system message."""
 _USER, _ASSISTANT = {"role": "user", "content": "text"}, {"role": "assistant", "content": "text"}
 
 
@@ -27,36 +29,57 @@ class Systems:
     def arrange(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages of a conversation with its system messages where the template writes them.
 
-        Where it would not write one, all of them become one at the front, in their order; where it writes none there,
-        they become the beginning of the first message of the user, or are it.
+        Those at the front become one where the template takes no more, or the beginning of the first message of the
+        user where it takes none. A later one becomes text of the message before it, of the user or a tool, else of the
+        message behind it, else a message of the user: so a conversation that grows keeps the prompt that it had.
         """
-        places = [at for at, message in enumerate(messages) if message["role"] in _ROLES]
-        num_leading = sum(place == at for at, place in enumerate(places))
-        is_written = self.at_front and (num_leading < 2 or self.several) and (num_leading == len(places) or self.later)
-        if not places or is_written:
-            return list(messages)
-        text = "\n\n".join(messages[at]["content"] for at in places if messages[at]["content"])
-        others: list[dict[str, Any]] = []
-        for at, message in enumerate(messages):
-            if at in places:
-                continue
-            if others and at - 1 in places and message["role"] == others[-1]["role"] == "user":
-                others[-1] = _joined(others[-1], message)  # many templates want turns
-            else:
-                others.append(message)
-        system = messages[places[0]] | {"content": text}
+        num_leading = next((at for at, each in enumerate(messages) if each["role"] not in _ROLES), len(messages))
+        leading = list(messages[:num_leading])
+        others = list(messages[num_leading:]) if self.later else _in_turns(messages[num_leading:])
+        if not leading or (self.at_front and (num_leading == 1 or self.several)):
+            return [*leading, *others]
+        text = _joined(leading)
         if self.at_front:
-            return [system, *others]
+            return [leading[0] | {"content": text}, *others]
         user = next((at for at, message in enumerate(others) if message["role"] == "user"), None)
         if user is None:
             return [{"role": "user", "content": text}, *others] if text else list(messages)
-        others[user] = others[user] | {"content": _joined(system, others[user])["content"]}
+        others[user] = others[user] | {"content": _joined([*leading, others[user]])}
         return others
 
 
-def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    texts = (text for text in (first["content"], second["content"]) if text)
-    return first | {"content": "\n\n".join(texts)}
+def _in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages, the first of which is no system message, with the texts of system messages in those of others."""
+    turns: list[dict[str, Any]] = []
+    waiting: list[dict[str, Any]] = []  # system messages behind one of the assistant
+    follows = False
+    for message in messages:
+        role, before = message["role"], turns[-1]["role"] if turns else ""
+        if role in _ROLES:
+            follows = True
+            if before in _TAKING:
+                turns[-1] = turns[-1] | {"content": _joined([turns[-1], message])}
+            else:
+                waiting.append(message)
+            continue
+        if follows and role == before == "user":  # many templates want turns
+            turns[-1] = turns[-1] | {"content": _joined([turns[-1], message])}
+        elif role in _TAKING:
+            turns.append(message | {"content": _joined([*waiting, message])})
+        else:
+            turns += [*_of_user(waiting), message]
+        waiting, follows = [], False
+    return [*turns, *_of_user(waiting)]
+
+
+def _of_user(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    text = _joined(messages)
+    return [{"role": "user", "content": text}] if text else []
+
+
+def _joined(messages: Sequence[dict[str, Any]]) -> str:
+    """The texts of messages, but for empty ones."""
+    return "\n\n".join(message["content"] for message in messages if message["content"])
 
 
 def read_systems(template: Template) -> Systems:
