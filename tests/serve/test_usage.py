@@ -39,6 +39,7 @@ ROUTES = {
 @pytest.mark.parametrize("path", ROUTES)
 def test_usage_has_the_cached_tokens(path, stream):
     body, of_stream, holder, read = ROUTES[path]
+    prompts = set()
     with served(template=GENERIC) as server:
         for is_cached in (False, True):
             before = server.engine.statistics.prompt_tokens
@@ -49,5 +50,7 @@ def test_usage_has_the_cached_tokens(path, stream):
             else:
                 usage = answer.json()["usage"]
             prompt, cached, new = read(usage)
+            prompts.add(prompt)
             assert (prompt - cached, new) == (server.engine.statistics.prompt_tokens - before, 5)
             assert cached == is_cached * ((prompt - 1) // PAGE_SIZE * PAGE_SIZE)
+    assert len(prompts) == 1
