@@ -1,4 +1,4 @@
-"""The command line: `paged-kv compile | demo | generate | diff | inspect | serve | warmup | doctor | bench`.
+"""The command line: `paged-kv chat | compile | demo | generate | diff | inspect | serve | warmup | doctor | bench`.
 
 stdout carries results alone; progress, statistics and errors go to stderr. Bad input is one line and exit status 2.
 """
@@ -13,6 +13,7 @@ import click
 
 from paged_kv import __version__
 from paged_kv.commands.bench import bench
+from paged_kv.commands.chat import chat
 from paged_kv.commands.compile import compile_command
 from paged_kv.commands.demo import demo
 from paged_kv.commands.diff import diff
@@ -57,5 +58,5 @@ def commands() -> None:
     """A paged KV cache and decode attention for LLM inference on MAX."""
 
 
-for command in (bench, compile_command, demo, diff, doctor, generate, inspect, serve_command, warmup):
+for command in (bench, chat, compile_command, demo, diff, doctor, generate, inspect, serve_command, warmup):
     commands.add_command(command)
