@@ -51,10 +51,12 @@ def chat(model: str | None, demo: bool, system: str | None, tools: Path | None, 
     """
     from dataclasses import fields
 
-    from paged_kv.commands.chat_session import open_session, read_tools
+    from paged_kv.commands.chat_session import ChatSession, read_tools
     from paged_kv.commands.chat_terminal import ChatTerminal
     from paged_kv.engine.demo_model import FOLDER
     from paged_kv.engine.sampling import Sampling
+    from paged_kv.serve.launch import served_model
+    from paged_kv.serve.loading import set_up
     from paged_kv.serve.settings import Settings
 
     if demo == (model is not None):
@@ -65,7 +67,10 @@ def chat(model: str | None, demo: bool, system: str | None, tools: Path | None, 
     settings = Settings(
         FOLDER if model is None else Path(model), model or "demo", max_running=1, max_gap=None, **options
     )
-    session = open_session(settings, sampling, structure, None if tools is None else read_tools(tools), system)
+    setup = set_up(settings)
+    served = served_model(settings, setup.source, setup.size.max_length)
+    offered = None if tools is None else read_tools(tools)
+    session = ChatSession(lambda: setup.engine(served.tokenizer), served, sampling, structure, offered, system)
     status = ChatTerminal(session, verbose=verbose).run()
     session.engine.flush()
     return status

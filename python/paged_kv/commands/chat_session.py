@@ -15,12 +15,9 @@ from paged_kv.errors import ContractError, RequestError
 from paged_kv.files import read_regular
 from paged_kv.serve.backend import Piece
 from paged_kv.serve.chat import Delta
-from paged_kv.serve.chat_request import Conversation, Message, chat_format
+from paged_kv.serve.chat_request import Conversation, Message
 from paged_kv.serve.client_tools import ToolCall
-from paged_kv.serve.launch import served_model
-from paged_kv.serve.loading import set_up
 from paged_kv.serve.served_model import ContextExceeded, ServedModel
-from paged_kv.serve.settings import Settings
 from paged_kv.structured_output import Structure
 
 _MOST_TOOLS = 1 << 22
@@ -66,15 +63,22 @@ class ChatSession:
         tools: Tools | None = None,
         system: str | None = None,
     ) -> None:
+        if model.chat is None:
+            raise ContractError(
+                f"{printable(model.name)}: expected a model with a chat template, got one without: pass --chat-template"
+                " FILE, or use `paged-kv generate`"
+            )
         self.model, self.tools, self.system = model, tools or None, system
-        self._format, self._structure = chat_format(model), structure
+        self._format, self._structure = model.chat, structure
         self._sampling = {"temperature": 1.0, **model.sampling, **sampling}
         Sampling(**{"max_tokens": model.most_tokens} | self._sampling).check_vocabulary(model.config.vocab_size)
         if tools is not None:
             self._format.check_tools(tools, "auto")
         self.messages: list[dict[str, Any]] = []
         """What was said, as OpenAI's API has it, without the system message."""
-        self._first, self._calls = 0, list[ToolCall]()
+        self._first = 0
+        self.calls: list[ToolCall] = []
+        """The calls of the last answer, which wait for their results."""
         self.counts: TurnCounts | None = None
         """Of the last answer."""
         self.engine = load()
@@ -134,11 +138,6 @@ class ChatSession:
             self.counts = TurnCounts(len(tokens), cached, len(message.tokens), first, seconds, message.finish)
             self._add(message)
 
-    @property
-    def calls(self) -> list[ToolCall]:
-        """The calls of the last message, which wait for their results."""
-        return self._calls if self.messages and "tool_calls" in self.messages[-1] else []
-
     def _system(self) -> list[dict[str, Any]]:
         return [] if self.system is None else [{"role": "system", "content": self.system}]
 
@@ -150,12 +149,8 @@ class ChatSession:
         """
         most, least = self.model.most_tokens, 1 + self.model.most_tokens // 8
         while True:
-            conversation = Conversation(
-                self._format,
-                [*self._system(), *self.messages[self._first :]],
-                self.tools,
-                "auto" if self.tools else "none",
-            )
+            shown = [*self._system(), *self.messages[self._first :]]
+            conversation = Conversation(self._format, shown, self.tools, "auto" if self.tools else "none")
             prompt = conversation.prompt()
             later = range(self._first + 1, len(self.messages))
             start = next((at for at in later if self.messages[at]["role"] == "user"), None)
@@ -170,40 +165,17 @@ class ChatSession:
 
     def _add(self, message: Message) -> None:
         """Adds an answer, or the part of it that has come; nothing where none has."""
-        self._calls = [call for call in message.calls if message.finish is not None and _is_json(call.text)]
+        self.calls = [call for call in message.calls if message.finish is not None and _is_json(call.text)]
         entry: dict[str, Any] = {"role": "assistant", "content": message.content}
         if message.reasoning:
             entry["reasoning_content"] = message.reasoning
-        if self._calls:
+        if self.calls:
             entry["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": {"name": call.tool.name, "arguments": call.text}}
-                for call in self._calls
+                for call in self.calls
             ]
         if message.finish is not None or message.content or message.reasoning:
             self.messages.append(entry)
-
-
-def open_session(
-    settings: Settings,
-    sampling: Mapping[str, Any],
-    structure: Structure | None,
-    tools: Tools | None,
-    system: str | None,
-) -> ChatSession:
-    """Loads a model for a conversation.
-
-    Raises:
-        CheckpointError, ContractError, ContractTypeError, ToolchainError: as `set_up` and `ChatSession`; bad options
-            and a model without a chat template are refused before weights are read.
-    """
-    setup = set_up(settings)
-    model = served_model(settings, setup.source, setup.size.max_length)
-    if model.chat is None:
-        raise ContractError(
-            f"{printable(settings.model)}: expected a model with a chat template, got one without: pass --chat-template"
-            " FILE, or use `paged-kv generate`"
-        )
-    return ChatSession(lambda: setup.engine(model.tokenizer), model, sampling, structure, tools, system)
 
 
 def read_tools(path: Path) -> Tools:

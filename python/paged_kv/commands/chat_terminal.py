@@ -135,9 +135,9 @@ class ChatTerminal:
         if counts is not None and counts.finish != "stop":
             reason = "it was interrupted" if counts.finish is None else "no more tokens are left for it"
             say(f"the answer ends here: {reason}")
-        if session.num_left_out != self._num_left_out:
-            self._num_left_out = session.num_left_out
-            say(f"the context is full: the model does not see the first {self._num_left_out} turns any more")
+        if session.num_left_out > self._num_left_out:
+            say(f"the context is full: the model does not see the first {session.num_left_out} turns any more")
+        self._num_left_out = session.num_left_out
         if self._verbose:
             self._stats(pages=False)
 
