@@ -59,8 +59,7 @@ def test_a_conversation_on_a_terminal(tmp_path):
         terminal.send("/clear\n/stats\n")
         terminal.until("no answer yet")
         terminal.until(">>> ")
-        terminal.send("\x03")
-        terminal.until("leaves")
+        terminal.until("leaves", again="\x03")
         terminal.until(">>> ")
         terminal.send("\x04")
         assert terminal.child.wait(60) == 0

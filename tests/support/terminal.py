@@ -43,13 +43,17 @@ class Dialogue:
         r"""Types a text; `"\x03"` is Ctrl-C, `"\x04"` Ctrl-D."""
         os.write(self._ours, text.encode())
 
-    def until(self, text, seconds=120):
-        """What is shown up to and with a text, from where the last call ended."""
+    def until(self, text, seconds=120, again=""):
+        """What is shown up to and with a text, from where the last call ended; `again` is typed each second: Python
+        misses a signal that comes between readline's prompt and its wait for a key.
+        """
         end = time.monotonic() + seconds
         while text not in self.shown:
             assert time.monotonic() < end, self.shown
             if select.select([self._ours], [], [], 1)[0]:
                 self.shown += os.read(self._ours, 65536).decode(errors="replace")
+            elif again:
+                self.send(again)
         before, _, self.shown = self.shown.partition(text)
         return before + text
 
