@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,8 @@ def chat(model: str | None, demo: bool, system: str | None, tools: Path | None, 
 
     if demo == (model is not None):
         raise ContractError("name one MODEL, or --demo")
+    if sys.stdin is None:
+        raise ContractError("stdin: expected a terminal or lines, got a closed one")
     structure = structure_of(*(options.pop(name) for name in ("json_schema", "regex", "grammar")))
     names = {each.name for each in fields(Sampling)} & options.keys()
     sampling = {name: value for name in names if (value := options.pop(name)) is not None}

@@ -37,14 +37,9 @@ class ChatTerminal:
     Args:
         session: The conversation.
         verbose: Whether each answer is followed by its counts.
-
-    Raises:
-        ContractError: stdin is closed.
     """
 
     def __init__(self, session: ChatSession, *, verbose: bool) -> None:
-        if sys.stdin is None:
-            raise ContractError("stdin: expected a terminal or lines, got a closed one")
         self._session, self._verbose = session, verbose
         self._is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         self._failed = False
@@ -65,7 +60,7 @@ class ChatTerminal:
             say(f"{self._session.model.name}, {self._session.model.most_tokens} tokens; /help lists the commands")
         while True:
             try:
-                text = self._read(">>> ")
+                text = self._read(">> ")
                 if text.strip() == "/exit":
                     break
                 self._do(text)
@@ -177,7 +172,7 @@ class ChatTerminal:
         text = text.removeprefix(_QUOTES)
         try:
             while not text.rstrip().endswith(_QUOTES) if is_quoted else text.endswith("\\"):
-                text = (text if is_quoted else text[:-1]) + "\n" + self._line("... ")
+                text = (text if is_quoted else text[:-1]) + "\n" + self._line(".. ")
         except EOFError:  # the text ends there too
             pass
         return text.rstrip().removesuffix(_QUOTES) if is_quoted else text
