@@ -12,24 +12,23 @@ from matplotlib import pyplot
 from support.agent_turns import KEEPS_THOUGHTS, SYSTEM_FIRST, turns
 
 COUNT = 40
-PROMPT, COMPUTED = "#dbeafe", {"no thoughts": "#ea580c", "thoughts that the template drops at a question": "#475569"}
 
 
 def main() -> None:
     plain = list(turns("messages", SYSTEM_FIRST, COUNT, thinks=False))
     thinking = list(turns("messages", KEEPS_THOUGHTS, COUNT))
-    numbers = range(1, COUNT + 1)
     figure, axes = pyplot.subplots(figsize=(8, 3.2), dpi=110)
-    axes.bar(numbers, [turn.prompt for turn in plain], color=PROMPT, label="tokens of the prompt")
-    for (name, color), done in zip(COMPUTED.items(), (plain, thinking), strict=True):
-        axes.plot(numbers, [turn.computed for turn in done], color=color, label=f"computed: {name}")
+    numbers = range(1, COUNT + 1)
+    axes.bar(numbers, [turn.prompt for turn in plain], color="#dbeafe", label="tokens of the prompt")
+    axes.plot(numbers, [turn.computed for turn in plain], color="#ea580c", label="computed: no thoughts")
+    label = "computed: thoughts that the template drops at a question"
+    axes.plot(numbers, [turn.computed for turn in thinking], color="#475569", label=label)
     axes.set(xlabel="turn", ylabel="tokens", xlim=(0.4, COUNT + 0.6))
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper left", fontsize=8)
     figure.tight_layout()
     figure.savefig(Path(__file__).parent / "pictures" / "turns.png")
-    print(f"{sum(turn.prompt for turn in plain)} tokens of prompts, {sum(turn.computed for turn in plain)} computed;")
-    print(f"with thoughts {sum(turn.prompt for turn in thinking)} and {sum(turn.computed for turn in thinking)}")
+    print(f"{sum(turn.prompt for turn in plain)} tokens of prompts, {sum(turn.computed for turn in plain)} computed")
 
 
 if __name__ == "__main__":

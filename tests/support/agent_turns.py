@@ -44,23 +44,13 @@ class Turn(NamedTuple):
     """Those of the answer, without the one that ends it."""
 
 
-def ends(number: int) -> bool:
-    """Return whether the answer of a turn is words."""
-    return number % EVERY == EVERY - 1
-
-
 def turns(api: str, template: str, count: int, *, thinks: bool = True) -> Iterator[Turn]:
-    """The turns of a conversation. A system message with a number that changes follows whatever the agent sends.
-
-    Args:
-        api: A name of `APIS`.
-        template: The chat template.
-        count: How many.
-        thinks: Whether the model thinks before it calls.
+    """The turns of a conversation on one of `APIS`. A system message with a number that changes follows whatever the
+    agent sends.
     """
     thought = "<think>Which file is it this time?</think>" if thinks else ""
     script = [
-        "[done]" if ends(number) else thought + call(NAMES[number % 15], path=f"/src/{number}.py")
+        "[done]" if number % EVERY == EVERY - 1 else thought + call(NAMES[number % 15], path=f"/src/{number}.py")
         for number in range(count)
     ]
     server, (path, body, said) = ScriptedServer(script, template=template), APIS[api]
@@ -76,7 +66,7 @@ def turns(api: str, template: str, count: int, *, thinks: bool = True) -> Iterat
             tokens = server.served.tokenizer.encode(script[number], is_template=True)
             yield Turn(len(server.jobs[-1].tokens), cached, computed, len(tokens))
             entries += new
-            if ends(number):
+            if number % EVERY == EVERY - 1:
                 entries.append({"role": "user", "content": "There is another one."})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,9 @@ from paged_kv.commands.options import (
     numa_option,
     rotation_option,
     sampling_options,
-    structure_of,
-    structure_options,
     threads_option,
 )
-from paged_kv.engine.sampling import OF_MODEL
+from paged_kv.engine.sampling import OF_MODEL, Sampling
 from paged_kv.errors import ContractError
 
 _FILE = click.Path(path_type=Path)
@@ -34,7 +33,6 @@ _FILE = click.Path(path_type=Path)
 @click.option("--tools", type=_FILE, metavar="FILE", help="JSON list of OpenAI's tools; you type what a call returns.")
 @click.option("--verbose", is_flag=True, help="After each answer: tokens, those that were cached, and times.")
 @sampling_options("logprobs", "prompt_logprobs", "skip_special_tokens", **dict.fromkeys((*OF_MODEL, "max_tokens")))
-@structure_options
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), help="Default: bfloat16, unless it is in float32.")
 @cache_dtype_option
 @rotation_option
@@ -50,12 +48,9 @@ def chat(model: str | None, demo: bool, system: str | None, tools: Path | None, 
     Without a terminal, each line of stdin is a turn, and stdout has the answers. Sampling that no option says is the
     model's own, at temperature 1 if it says nothing. /help lists the commands of a conversation.
     """
-    from dataclasses import fields
-
     from paged_kv.commands.chat_session import ChatSession, read_tools
     from paged_kv.commands.chat_terminal import ChatTerminal
     from paged_kv.engine.demo_model import FOLDER
-    from paged_kv.engine.sampling import Sampling
     from paged_kv.serve.launch import served_model
     from paged_kv.serve.loading import set_up
     from paged_kv.serve.settings import Settings
@@ -64,7 +59,6 @@ def chat(model: str | None, demo: bool, system: str | None, tools: Path | None, 
         raise ContractError("name one MODEL, or --demo")
     if sys.stdin is None:
         raise ContractError("stdin: expected a terminal or lines, got a closed one")
-    structure = structure_of(*(options.pop(name) for name in ("json_schema", "regex", "grammar")))
     names = {each.name for each in fields(Sampling)} & options.keys()
     sampling = {name: value for name in names if (value := options.pop(name)) is not None}
     settings = Settings(
@@ -73,7 +67,7 @@ def chat(model: str | None, demo: bool, system: str | None, tools: Path | None, 
     setup = set_up(settings)
     served = served_model(settings, setup.source, setup.size.max_length)
     offered = None if tools is None else read_tools(tools)
-    session = ChatSession(lambda: setup.engine(served.tokenizer), served, sampling, structure, offered, system)
+    session = ChatSession(lambda: setup.engine(served.tokenizer), served, sampling, offered, system)
     status = ChatTerminal(session, verbose=verbose).run()
     session.engine.flush()
     return status

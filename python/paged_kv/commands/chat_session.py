@@ -18,7 +18,6 @@ from paged_kv.serve.chat import Delta
 from paged_kv.serve.chat_request import Conversation, Message
 from paged_kv.serve.client_tools import ToolCall
 from paged_kv.serve.served_model import ContextExceeded, ServedModel
-from paged_kv.structured_output import Structure
 
 _MOST_TOOLS = 1 << 22
 """Bytes of a file of tools."""
@@ -26,17 +25,16 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 class TurnCounts(NamedTuple):
-    """The tokens of an answer, and its seconds."""
+    """The tokens of an answer, its seconds until the first token and in all, and `finish` as `engine.Output`: None
+    where it was ended from outside.
+    """
 
     prompt: int
     cached: int
     new: int
     first: float
-    """Seconds until its first token."""
     seconds: float
-    """All of its seconds."""
     finish: str | None
-    """As `engine.Output`; None where it was ended from outside."""
 
 
 class ChatSession:
@@ -46,7 +44,6 @@ class ChatSession:
         load: Makes the engine that computes the answers, when all else was checked.
         model: Whose they are.
         sampling: Fields of `Sampling` in place of the model's own.
-        structure: What each answer must be where it is no call.
         tools: Those that may be called, as OpenAI's API has them.
         system: The system message.
 
@@ -59,7 +56,6 @@ class ChatSession:
         load: Callable[[], Engine],
         model: ServedModel,
         sampling: Mapping[str, Any],
-        structure: Structure | None = None,
         tools: Tools | None = None,
         system: str | None = None,
     ) -> None:
@@ -69,7 +65,7 @@ class ChatSession:
                 " FILE, or use `paged-kv generate`"
             )
         self.model, self.tools, self.system = model, tools or None, system
-        self._format, self._structure = model.chat, structure
+        self._format = model.chat
         self._sampling = {"temperature": 1.0, **model.sampling, **sampling}
         Sampling(**{"max_tokens": model.most_tokens} | self._sampling).check_vocabulary(model.config.vocab_size)
         if tools is not None:
@@ -122,7 +118,7 @@ class ChatSession:
         conversation, prompt, tokens = self._shown()
         message, left = conversation.message(prompt), self.model.left("conversation", tokens)
         options = self._sampling | {"max_tokens": min(self._sampling.get("max_tokens", left), left)}
-        options |= {"structured_output": conversation.structure(prompt, self._structure)}
+        options |= {"structured_output": conversation.structure(prompt, None)}
         sampling = Sampling(**options, skip_special_tokens=self._format.skip_special_tokens)
         began, first, cached = perf_counter(), 0.0, 0
         stream = self.engine.stream(tokens, sampling)
