@@ -31,7 +31,8 @@ NOT_RUN = {
     "needs a GPU": 3,
     "needs a coding agent": 2,
     "needs a cross compiler and QEMU": 1,
-    "needs the server": 1,
+    "needs an adapter": 1,
+    "needs the server": 2,
     "needs vLLM; tests/vllm runs it": 1,
     "serves until it is stopped": 1,
 }
