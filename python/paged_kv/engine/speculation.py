@@ -7,13 +7,15 @@ token comes, never which one: texts are those without drafts, and drawn tokens h
 token and compare it with the draft is rejection sampling of a draft that was certain: it is taken as often as the model
 would have drawn it.
 
-Drafts come from the text itself (`look_up`) or from a smaller model (`DraftModel`). How many are made follows from what
+Drafts come from the text itself (`look_up`), from a smaller model (`DraftModel`), or from a layer that takes the
+model's own hidden states (`own_draft.OwnDraft`). How many are made follows from what
 steps cost and from how often drafts were right (`Speculation`).
 """
 
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ import numpy.typing as npt
 from paged_kv.arguments import printable
 from paged_kv.engine.interfaces import EngineModel
 from paged_kv.engine.requests import Sample
-from paged_kv.engine.sampling import Choice, choose
+from paged_kv.engine.sampling import Choice, History, choose
 from paged_kv.errors import PoolExhausted, RequestError
 from paged_kv.pool import PagePool, PrefixCache
 
@@ -72,12 +74,54 @@ class _Text:
     """The number of them that its prefix cache knows."""
 
 
-class DraftModel:
+class Draft(ABC):
+    """Drafts of logits.
+
+    A draft is drawn with the random number that will draw the token itself: where both models expect about the same,
+    they draw the same. Structures do not count in a draft.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: float | None = None
+        """The seconds that drafting a token for each of some samples took lately."""
+
+    @abstractmethod
+    def propose(self, samples: Sequence[Sample], counts: Sequence[int], running: Sequence[Sample]) -> list[list[int]]:
+        """Up to `counts[i]` drafts for each sample. Samples that are not among `running` lose what it has of them."""
+
+    @abstractmethod
+    def _logits(self, texts: Mapping[tuple[int, int], Sequence[int]]) -> tuple[npt.NDArray[np.float32], bool]:
+        """The logits after the texts of some samples, `[n, vocab]`; whether it computed one token of each alone."""
+
+    def _drawn(
+        self, samples: Sequence[Sample], counts: Sequence[int], histories: dict[int, History], vocab_size: int
+    ) -> list[list[int]]:
+        """Up to `counts[i]` drafts for each sample that has one of the histories, which grow by them; no token from
+        `vocab_size` on.
+        """
+        drafts: list[list[int]] = [[] for _ in samples]
+        for turn in range(max(counts, default=0)):
+            histories = {at: history for at, history in histories.items() if turn < counts[at]}
+            if not histories:
+                break
+            began = perf_counter()
+            logits, is_one_each = self._logits({samples[at].key: history.tokens for at, history in histories.items()})
+            choices = choose(logits, range(len(histories)), list(histories.values()))
+            if is_one_each:
+                self.seconds = _mean(self.seconds, perf_counter() - began)
+            for at, choice in zip(list(histories), choices, strict=True):
+                if isinstance(choice, Choice) and choice.token < vocab_size:
+                    drafts[at].append(choice.token)
+                    histories[at].tokens.append(choice.token)
+                else:  # or its logits are no numbers
+                    del histories[at]
+        return drafts
+
+
+class DraftModel(Draft):
     """Drafts of a smaller model with the same tokens.
 
     It keeps the texts of samples in pages of its own, of which it alone decides; prompts that begin alike share them.
-    A draft is drawn with the random number that will draw the token itself: where both models expect about the same,
-    they draw the same. Structures do not count in a draft.
 
     Args:
         model: Used by nothing else.
@@ -87,41 +131,22 @@ class DraftModel:
     """
 
     def __init__(self, model: EngineModel, vocab_size: int, max_step_tokens: int, share_prefixes: bool) -> None:
+        super().__init__()
         self.model, self._vocab_size, self._most, self._shares = model, vocab_size, max_step_tokens, share_prefixes
         self._pool = PagePool(model.num_pages, model.page_size)
         self._prefixes = PrefixCache(self._pool)
         self._texts: dict[tuple[int, int], _Text] = {}
-        self.seconds: float | None = None
-        """The seconds that drafting a token for each of some samples took lately."""
 
     def propose(self, samples: Sequence[Sample], counts: Sequence[int], running: Sequence[Sample]) -> list[list[int]]:
-        """Up to `counts[i]` drafts for each sample. Samples that are not among `running` lose their pages."""
         for key in self._texts.keys() - {sample.key for sample in running}:
             self._leave(key)
-        drafts: list[list[int]] = [[] for _ in samples]
         self._room = self._most
         histories = {
             at: sample.history.ahead(self.model.config.vocab_size)
             for at, (sample, count) in enumerate(zip(samples, counts, strict=True))
             if count and self._begin(sample, count)
         }
-        for turn in range(max(counts, default=0)):
-            histories = {at: history for at, history in histories.items() if turn < counts[at]}
-            if not histories:
-                break
-            began = perf_counter()
-            texts = {samples[at].key: history.tokens for at, history in histories.items()}
-            is_one_each = all(len(tokens) == len(self._texts[key].tokens) + 1 for key, tokens in texts.items())
-            choices = choose(self._logits(texts), range(len(texts)), list(histories.values()))
-            if is_one_each:
-                self.seconds = _mean(self.seconds, perf_counter() - began)
-            for at, choice in zip(list(histories), choices, strict=True):
-                if isinstance(choice, Choice) and choice.token < self._vocab_size:
-                    drafts[at].append(choice.token)
-                    histories[at].tokens.append(choice.token)
-                else:  # or its logits are no numbers
-                    del histories[at]
-        return drafts
+        return self._drawn(samples, counts, histories, self._vocab_size)
 
     def _begin(self, sample: Sample, count: int) -> bool:
         """Gives a sample slots for its tokens and all drafts but the last, and computes all but its last tokens.
@@ -167,14 +192,13 @@ class DraftModel:
             self._pool.free(key)
         self._texts.pop(key, None)
 
-    def _logits(self, texts: Mapping[tuple[int, int], Sequence[int]]) -> npt.NDArray[np.float32]:
-        """The logits after some texts, `[n, vocab]`, a sample each."""
+    def _logits(self, texts: Mapping[tuple[int, int], Sequence[int]]) -> tuple[npt.NDArray[np.float32], bool]:
         cached = [self._texts[key].tokens for key in texts]
         new = [list(tokens[len(each) :]) for each, tokens in zip(cached, texts.values(), strict=True)]
         logits = self.model.step(new, list(map(len, cached)), [self._pool.pages(key) for key in texts])
         for each, more in zip(cached, new, strict=True):
             each.extend(more)
-        return logits
+        return logits, all(len(more) == 1 for more in new)
 
 
 class Speculation:
@@ -189,7 +213,7 @@ class Speculation:
         draft: What drafts; the text itself where None.
     """
 
-    def __init__(self, draft: DraftModel | None = None) -> None:
+    def __init__(self, draft: Draft | None = None) -> None:
         self._draft = draft
         self._share = 0.5  # of right drafts, in all samples
         self._sums = np.zeros(5, np.float64)  # over steps: 1, rows, rows^2, seconds, rows * seconds
