@@ -86,6 +86,25 @@ class LayerInputs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DraftHead:
+    """A layer that drafts a model's tokens from its hidden states (`drafting`): what it takes, shares and gives."""
+
+    kind: Literal["mtp", "eagle3"]
+    vocab_size: int
+    """Tokens that it drafts."""
+    feeds_normed: bool = False
+    """The hidden state that the next draft takes is its own after the last norm; else before it."""
+    adds_normed: bool = False
+    """EAGLE-3: the layer adds to the hidden state after `hidden_norm`; else before it."""
+    layers: tuple[int, ...] = ()
+    """EAGLE-3: the layers of the model whose inputs it takes."""
+    model_hidden: int = 0
+    """EAGLE-3: hidden_size of the model."""
+    shared: tuple[str, ...] = ()
+    """Its weights that are the model's."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """One model: what its step computes, and what generation needs to know of it."""
 
@@ -178,7 +197,9 @@ class DecoderConfig:
     """The layers that are recurrent, in a hybrid model."""
     experts: Experts | None = None
     draft_layers: int = 0
-    """Number of layers after the model's own that draft tokens (multi-token prediction); they are not read."""
+    """Number of layers after the model's own that draft tokens (multi-token prediction); they are no part of a step."""
+    draft_head: DraftHead | None = None
+    """What makes the one layer of this configuration the draft layer of another model."""
     encodings: tuple[tuple[str, Encoding], ...] = ()
     """The encoding of each weight that stays in blocks, by checkpoint name."""
     cache_rotation: CacheRotation | None = None
@@ -269,6 +290,11 @@ class DecoderConfig:
     def in_window_cache(self, layer: int) -> bool:
         """Return whether the K and V of a layer are in the pages of windows."""
         return self.separate_windows and self.window_left(layer) >= 0
+
+    @property
+    def attention_width(self) -> int:
+        """Columns of what q, k and v are made of."""
+        return self.hidden_size * (2 if self.draft_head is not None and self.draft_head.kind == "eagle3" else 1)
 
     def cache_layer(self, layer: int) -> int:
         """The place of the K and V that a layer sees in their cache."""

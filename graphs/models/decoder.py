@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, KernelLibrary, Module, TensorType, TensorValue, ops
 
@@ -26,11 +27,14 @@ from paged_kv.graphs.models.parameters import Parameters, times
 from paged_kv.graphs.models.recurrent import recurrent_layer
 from paged_kv.graphs.models.tensors import NORMS, PARALLEL_NORMS
 from paged_kv.graphs.ops import LatentCache, PagedCache, States, cache_dtype, kernels
+from paged_kv.graphs.paged_cache import constant
 from paged_kv.graphs.rope import Rope
 from paged_kv.kv_formats import KVFormat
 from paged_kv.options import stored_head
 
 STEP = "decoder_step"
+DRAFT_PREFIX = "draft."
+"""Stands before the names of the weights of a draft layer."""
 
 
 def cache_shape(
@@ -100,24 +104,47 @@ AddUp = Callable[[list[TensorValue]], list[TensorValue]]
 """Sums tensors of one shape, one a device; each device gets the sum."""
 
 
-def decode(steps: Sequence[DeviceStep], add_up: AddUp = lambda parts: parts) -> list[TensorValue]:
+@dataclass(frozen=True)
+class LayerStates:
+    """Hidden states `[T, hidden]` of one device that come into the layers, or are taken out of them, for drafts."""
+
+    first: TensorValue | None = None
+    """The input of the first layer, in place of the embeddings."""
+    first_normed: TensorValue | None = None
+    """What the first layer's attention takes, in place of the norm of its input."""
+    inputs: dict[int, TensorValue] = field(default_factory=dict)
+    """Gets the input of each of `taken`."""
+    taken: tuple[int, ...] = ()
+    """The layers whose inputs are taken, none after `config.last_writing_layer`."""
+
+
+def decode(
+    steps: Sequence[DeviceStep], add_up: AddUp = lambda parts: parts, states: LayerStates | None = None
+) -> list[TensorValue]:
     """The hidden states after all layers, `[N, hidden]`, on each device.
 
     Args:
         add_up: Adds the parts of several devices, each of which computes its heads and its part of the MLP's inner
             dimension; what they have in common is their sum (tensor parallelism).
+        states: Of one device.
     """
     config = steps[0].parameters.config
     rotaries = [_rotaries(step) for step in steps]
     attention_in, attention_out, mlp_in, mlp_out = NORMS[config.norm_place]
-    xs = [step.parameters.embed(step.tokens) for step in steps]
+    states = states or LayerStates()
+    xs = [step.parameters.embed(step.tokens) for step in steps] if states.first is None else [states.first]
     inputs = [layer_inputs(step.parameters, step.tokens, x) for step, x in zip(steps, xs, strict=True)]
     for layer in range(config.num_hidden_layers):
         rope = config.layer_rope(layer)
         # From the last layer that writes K and V on, only the output rows reach the logits.
         of_use = [step.output_rows if layer == config.last_writing_layer else None for step in steps]
         parts: list[TensorValue] = []
-        ys = _normed(steps, layer, attention_in, xs)
+        if layer in states.taken:
+            states.inputs[layer] = xs[0]
+        if layer == 0 and states.first_normed is not None:
+            ys = [states.first_normed]
+        else:
+            ys = _normed(steps, layer, attention_in, xs)
         if config.has_mixer(layer):
             parts = [
                 _mixer(step, y, rotary[rope], layer, rows)
@@ -144,6 +171,20 @@ def decode(steps: Sequence[DeviceStep], add_up: AddUp = lambda parts: parts) -> 
         xs = _plus(config, xs, _normed(steps, layer, mlp_out, add_up(parts)))
         xs = [_with_input(step.parameters, x, each, layer) for step, x, each in zip(steps, xs, inputs, strict=True)]
     return xs
+
+
+def joined(parts: Sequence[TensorValue], places: TensorValue) -> TensorValue:
+    """The columns of `n` tensors `[T, C]`, one after the other, `[T, n * C]`; row t of `places` `[T, n]` int32 is t."""
+    count, (rows, columns) = len(parts), parts[0].shape
+    repeated = ops.reshape(places, [rows * count])
+    total: TensorValue | None = None
+    for at, part in enumerate(parts):
+        chosen = ops.cast(constant(np.eye(count, dtype=np.float32)[at], part.device), part.dtype)
+        chosen = ops.reshape(ops.broadcast_to(chosen, [rows, count]), [rows * count, 1])
+        piece = paged.take_rows(part, repeated) * chosen
+        total = piece if total is None else total + piece
+    assert total is not None
+    return ops.reshape(total, [rows, count * int(columns)])
 
 
 def _taken(xs: list[TensorValue], of_use: list[TensorValue | None]) -> list[TensorValue]:
@@ -282,6 +323,7 @@ def build_step(
     kv_format: KVFormat | None = None,
     adapters: AdapterStacks | None = None,
     library: KernelLibrary | None = None,
+    draft: DecoderConfig | None = None,
 ) -> None:
     """Adds the graph `name` to `module`: `DecodeInputs`, `WindowInputs` where `config.separate_windows`,
     `StateInputs` of a hybrid model, rows `[N]` int32, and with `adapters` that of each token, `[T]` int32 -> logits
@@ -291,7 +333,9 @@ def build_step(
     that of weights, activations and cache, of quantised models that of the cache alone; with `kv_format` the cache
     holds such codes. Weights are bound when the model is initialised, from the host's memory, by their checkpoint names
     after `weight_prefix`. All inputs and the logits lie on `device`, the CPU where it is None; on a GPU linear layers
-    are MAX's matmul. `library` says which ops there are, the package's sources where it is None.
+    are MAX's matmul. `library` says which ops there are, the package's sources where it is None. With a `draft` layer a
+    second output is the hidden states of all rows that it takes, `[T, hidden]` float32, and of EAGLE-3 a last input
+    the `places` of `joined`, `[T, layers]`.
     """
     device = device or DeviceRef.CPU()
     kind = cache_dtype(dtype, kv_format)
@@ -304,11 +348,15 @@ def build_step(
     types.append(TensorType(DType.int32, ["N"], device))
     if adapters is not None:
         types.append(TensorType(DType.int32, ["T"], device))
+    head = None if draft is None else draft.draft_head
+    if head is not None and head.layers:
+        types.append(TensorType(DType.int32, ["T", len(head.layers)], device))
     extensions = [] if library else [kernels()]
     with Graph(name, input_types=types, custom_extensions=extensions, kernel_library=library, module=module) as graph:
         parameters = Parameters.of(graph, config, dtype, device, weight_prefix)
         count = len(inputs.flatten())
         step, values = graph_inputs(graph.inputs[:count]), list(graph.inputs[count:])
+        places = values.pop().tensor if head is not None and head.layers else None
         of_tokens = None if adapters is None else values.pop().tensor
         output_rows = values.pop().tensor
         if adapters is not None and of_tokens is not None:
@@ -324,6 +372,18 @@ def build_step(
             cache = LatentCache(step.blocks, step.lookup_table)
         rows = StepRows.of(step.row_offsets, step.cache_lengths, step.tokens)
         states = States.of(graph_states(values), step.row_offsets) if values else None
-        only = DeviceStep(parameters, step.tokens, cache, rows, output_rows, states, windows)
-        (x,) = decode([only])  # [N, hidden]
-        graph.output(logits(parameters, x))
+        # A layer of multi-token prediction takes the last hidden states of all rows.
+        last_rows = output_rows if head is None or places is not None else None
+        only = DeviceStep(parameters, step.tokens, cache, rows, last_rows, states, windows)
+        taken = LayerStates(taken=() if head is None else head.layers)
+        (x,) = decode([only], states=taken)  # [N, hidden]
+        if draft is None:
+            graph.output(logits(parameters, x))
+        elif places is None:
+            hidden = parameters.norm("model.norm", x)
+            graph.output(logits(parameters, paged.take_rows(x, output_rows)), paged.widened(hidden))
+        else:
+            of_draft = Parameters.of(graph, draft, dtype, device, DRAFT_PREFIX)
+            of_layers = joined([taken.inputs[layer] for layer in taken.taken], places)
+            hidden = of_draft.linear(of_layers, "model.fc")[0]
+            graph.output(logits(parameters, x), paged.widened(hidden))

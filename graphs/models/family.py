@@ -69,6 +69,9 @@ _MODEL = {
     "model.embed_tokens_per_layer": "per_layer_token_embd",
     "model.per_layer_model_projection": "per_layer_model_proj",
     "model.per_layer_projection_norm": "per_layer_proj_norm",
+    "model.enorm": "nextn_enorm",
+    "model.hnorm": "nextn_hnorm",
+    "model.eh_proj": "nextn_eh_proj",
 }
 
 RMS_NORM_EPS = ("rms_norm_eps", "attention.layer_norm_rms_epsilon")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from max.dtype import DType
 
 from paged_kv.graphs.encodings import Encoding, block_bytes, block_elements
-from paged_kv.graphs.models.config import DecoderConfig
+from paged_kv.graphs.models.config import DecoderConfig, DraftHead
 from paged_kv.graphs.models.mixture import Experts
 from paged_kv.graphs.models.recurrence import Recurrence
 
@@ -110,10 +110,30 @@ def expected_tensors(config: DecoderConfig) -> dict[str, Shape]:
         tensors |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
     tensors |= _norm(config, "model.norm")
     if not config.tie_word_embeddings:
-        tensors["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+        vocab_size = config.vocab_size if config.draft_head is None else config.draft_head.vocab_size
+        tensors["lm_head.weight"] = (vocab_size, config.hidden_size)
     if config.head_bias:
         tensors["lm_head.bias"] = (config.vocab_size,)
-    return tensors
+    return tensors if config.draft_head is None else tensors | _draft_inputs(config, config.draft_head)
+
+
+def _draft_inputs(config: DecoderConfig, head: DraftHead) -> dict[str, Shape]:
+    """What makes the input of a draft layer of a token's embedding and a hidden state."""
+    hidden = config.hidden_size
+    if head.kind == "mtp":
+        return {
+            **_norm(config, "model.enorm"),
+            **_norm(config, "model.hnorm"),
+            "model.eh_proj.weight": (hidden, 2 * hidden),
+        }
+    fc: Shape = (hidden, len(head.layers) * head.model_hidden)
+    return {"model.fc.weight": fc, **_norm(config, "model.layers.0.hidden_norm")}
+
+
+def stored_tensors(config: DecoderConfig) -> dict[str, Shape]:
+    """`expected_tensors` without those of a draft layer that are the model's."""
+    shared = () if config.draft_head is None else config.draft_head.shared
+    return {name: shape for name, shape in expected_tensors(config).items() if name not in shared}
 
 
 def unused_tensors(config: DecoderConfig) -> frozenset[str]:
@@ -153,7 +173,7 @@ def checkpoint_tensors(config: DecoderConfig, stored: Container[str] = ()) -> di
     """Hugging Face's name and shape of every tensor that a checkpoint must have; `stored` are the names that it has."""
     assembled = assembled_tensors(config, stored)
     tensors: dict[str, Shape] = {}
-    for name, shape in expected_tensors(config).items():
+    for name, shape in stored_tensors(config).items():
         tensors |= assembled[name].sources if name in assembled else {name: shape}
     return tensors
 
@@ -244,7 +264,7 @@ def _queries_and_keys(config: DecoderConfig, index: int) -> tuple[int, int]:
 
 def _projections(config: DecoderConfig, index: int) -> dict[str, Shape]:
     """Return what makes queries, keys and values."""
-    hidden, heads, latent = config.hidden_size, config.num_attention_heads, config.latent
+    hidden, heads, latent = config.attention_width, config.num_attention_heads, config.latent
     queries, keys = _queries_and_keys(config, index)
     if latent is not None:
         q_rank = latent.q_rank

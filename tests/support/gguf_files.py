@@ -259,7 +259,7 @@ def write_gguf(
         encoding_of: A matrix's name in GGUF -> its encoding. Vectors are F32, as converters have it.
         drop: Keys that are left out.
         metadata: More keys, or other values of these.
-        more_tensors: Float32 tensors by their names in GGUF.
+        more_tensors: Tensors by their names in GGUF: matrices of whole blocks as `encoding_of` says, others F32.
         part_tensors: How many a file has, where `file` is the name without the parts' numbers; 0: one file has all.
         vocabulary: Writes the tokenizer's metadata, given the writer.
         unsplit: Of latent attention the older layout, with one tensor of keys and values.
@@ -336,7 +336,9 @@ def write_gguf(
             decoded = _decoded(rows, kind).reshape(values.shape)
             weight.copy_(torch.from_numpy(_converted(architecture, name, decoded, config, back=True)))
     for name, values in (more_tensors or {}).items():
-        writer.add_tensor(name, np.asarray(values, np.float32))
+        values = np.asarray(values, np.float32)
+        kind = encoding_of(name) if values.ndim == 2 and values.shape[1] % 256 == 0 else "F32"
+        writer.add_tensor(name, _encoded(values, kind), raw_dtype=KINDS[kind] if kind not in ("F32", "F16") else None)
     finish(writer)
     return file
 

@@ -46,6 +46,9 @@ def poison(model: DecoderModel) -> None:
     """Fills every page and state with NaN: whatever reads a slot that was not written shows."""
     for states in model._states:
         states[...] = float("nan")
+    if model.draft_layer is not None:
+        model.draft_layer.blocks.view(np.uint8)[...] = 255
+        model.draft_layer.ends[...] = float("nan")
     for cache in {id(cache): cache for cache in (model._cache(windows=False), model._cache(windows=True))}.values():
         if not isinstance(cache, np.ndarray):
             blocks = torch.from_dlpack(cache)

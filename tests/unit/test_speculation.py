@@ -289,7 +289,7 @@ def test_a_draft_shares_prefixes_within_a_namespace_and_gives_pages_back():
 def test_what_cannot_draft_is_refused():
     model = FakeModel(9, 4)
     for speculate in ("look-up", 5):
-        with pytest.raises(ContractTypeError, match="speculate: expected 'lookup' or a model, got"):
+        with pytest.raises(ContractTypeError, match="speculate: expected 'lookup', 'mtp', 'eagle3' or a model, got"):
             Engine(model, speculate=speculate)
     with pytest.raises(ContractError, match="its own pages"):
         Engine(model, speculate=model)

@@ -30,7 +30,7 @@ from paged_kv.checkpoint.weights import OnProgress, check_layers
 from paged_kv.errors import CheckpointError, ContractError
 from paged_kv.graphs.encodings import GGUF_ENCODINGS, TABLE, Encoding, block_bytes
 from paged_kv.graphs.models.config import DecoderConfig
-from paged_kv.graphs.models.tensors import GATED_NORM, expected_tensors, unused_tensors, weight_dtype
+from paged_kv.graphs.models.tensors import GATED_NORM, stored_tensors, unused_tensors, weight_dtype
 
 _FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -116,15 +116,20 @@ class GgufCheckpoint:
             is_fused = any(".ffn_gate_up_exps." in name for name in self.header.tensors)
             config = replace(config, experts=replace(config.experts, separate_gate_up=not is_fused))
         check_layers(config, self.header.tensors, self.header.file, stacks=True)
-        tensors = {name: self._tensor(name) for name in expected_tensors(config)}
-        stay = {name: tensor.encoding for name, tensor in tensors.items() if not tensor.transposed}
-        encodings = [(name, encoding) for name, encoding in stay.items() if encoding in GGUF_ENCODINGS]
+        tensors = {name: self._tensor(name) for name in stored_tensors(config)}
+        encodings = self.encodings(config)
         attends = next((index for index in range(config.num_hidden_layers) if config.attends(index)), 0)
         at = f"model.layers.{attends}.self_attn"
         names = (f"{at}.{name}_proj.weight" for name in ("q", "qkv", "q_a"))
         query = next((tensors[name] for name in names if name in tensors), None)
         dtype = {"BF16": "bfloat16", "F16": "float16"}.get(query.encoding if query else "", "float32")
-        return replace(config, encodings=tuple(encodings), float32_activations=bool(encodings), dtype=dtype)
+        return replace(config, encodings=encodings, float32_activations=bool(encodings), dtype=dtype)
+
+    def encodings(self, config: DecoderConfig) -> tuple[tuple[str, Encoding], ...]:
+        """The weights of `stored_tensors(config)` that stay in blocks."""
+        stored = ((name, self._tensor(name)) for name in stored_tensors(config))
+        stay = ((name, tensor.encoding) for name, tensor in stored if not tensor.transposed)
+        return tuple((name, encoding) for name, encoding in stay if encoding in GGUF_ENCODINGS)
 
     def load(
         self,
@@ -133,7 +138,7 @@ class GgufCheckpoint:
         progress: OnProgress | None = None,
         dequantise: Dequantise | None = None,
     ) -> dict[str, np.ndarray]:
-        """Every tensor of `expected_tensors(config)` as an array, of the map of the file where it is stored so.
+        """Every tensor of `stored_tensors(config)` as an array, of the map of the file where it is stored so.
 
         Those of `config.encodings` are uint8 `[N, bytes of a row]`, the others of `dtype`.
 
@@ -146,9 +151,9 @@ class GgufCheckpoint:
                 quantised one is not finite.
             ContractError: dequantise is required.
         """
-        expected = expected_tensors(config)
+        expected = stored_tensors(config)
         tensors = {name: self._tensor(name) for name in expected}
-        self._check_shapes(expected, tensors)
+        self._check_shapes(config, expected, tensors)
         quantised = dict(config.encodings)
         done, total = 0, sum(tensor.data.size for tensor in tensors.values())
         arrays = {}
@@ -179,22 +184,24 @@ class GgufCheckpoint:
             raise CheckpointError(f"{self.header.file}: tensor {stored}: {problem}")
         return tensor
 
-    def _check_shapes(self, expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, GgufTensor]) -> None:
+    def _check_shapes(
+        self, config: DecoderConfig, expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, GgufTensor]
+    ) -> None:
         for name, shape in expected.items():
             tensor = tensors[name]
             if tensor.shape != shape and not _is_folded(name, tensor.shape, shape):
                 problem = f"expected shape {list(shape)}, got {list(tensor.shape)}"
                 raise CheckpointError(f"{self.header.file}: tensor {printable(tensor.name)}: {problem}")
         used = {*(tensor.name for tensor in tensors.values()), *scaling_tensors(self.header)}
-        used |= {find_family(self.header).tensor(name) for name in unused_tensors(self.config)}
+        used |= {find_family(self.header).tensor(name) for name in unused_tensors(config)}
         for tensor in tensors.values():
             if tensor.encoding == "NVFP4":
                 used |= {
                     _companion(tensor, "scale"),
                     _companion(tensor, "input_scale"),
                 }  # the latter is for x of 4 bits
-        layers = self.config.num_hidden_layers
-        drafts = tuple(f"blk.{layers + index}." for index in range(self.config.draft_layers))
+        layers = config.num_hidden_layers
+        drafts = tuple(f"blk.{layers + index}." for index in range(config.draft_layers))
         for name in self.header.tensors:
             if name not in used and not name.startswith(drafts):
                 raise CheckpointError(

@@ -41,8 +41,8 @@ from paged_kv.graphs.models.tensors import (
     TensorPart,
     assembled_tensors,
     checkpoint_tensors,
-    expected_tensors,
     least_tensors,
+    stored_tensors,
     unused_tensors,
     weight_dtype,
 )
@@ -121,11 +121,11 @@ class Checkpoint:
             return any(ours[block].tobytes() != theirs[block].tobytes() for block in blocks)
 
     def encodings(self, config: DecoderConfig) -> tuple[tuple[str, Encoding], ...]:
-        """The weights of `expected_tensors(config)` that are put into blocks, by what files' headers say."""
+        """The weights of `stored_tensors(config)` that are put into blocks, by what files' headers say."""
         if self.packing is None:
             return ()
         assembled, in_blocks = assembled_tensors(config, self.tensors), []
-        for name, shape in expected_tensors(config).items():
+        for name, shape in stored_tensors(config).items():
             parts = [name] if name not in assembled else list(assembled[name].sources)
             encoding = self.packing.encoding(shape[-1])
             of_heads = name in assembled and ".experts." not in name  # rows of one tensor, transposed
@@ -135,7 +135,7 @@ class Checkpoint:
         return tuple(in_blocks)
 
     def load(self, config: DecoderConfig, dtype: DType, progress: OnProgress | None = None) -> dict[str, np.ndarray]:
-        """Every weight of `expected_tensors(config)` as an array of `dtype`; those of `config.encodings` are uint8,
+        """Every weight of `stored_tensors(config)` as an array of `dtype`; those of `config.encodings` are uint8,
         `[..., bytes of a row]`.
 
         Those of `assembled_tensors(config)` are put together in memory from the files' tensors.
@@ -151,7 +151,7 @@ class Checkpoint:
         if dtype not in DTYPES.values():
             raise CheckpointError(f"{self.folder}: weights cannot be loaded as {dtype.name}")
         check_layers(config, self.tensors, self.folder)
-        expected, assembled = expected_tensors(config), assembled_tensors(config, self.tensors)
+        expected, assembled = stored_tensors(config), assembled_tensors(config, self.tensors)
         encodings = dict(config.encodings)
         sources = checkpoint_tensors(config, self.tensors)
         packed = self._packed(sources)
@@ -215,7 +215,7 @@ class Checkpoint:
             stored = self.tensors.get(f"{layer}.{part}")
             if stored is None:
                 return None
-            values = _values(stored)
+            values = stored_values(stored)
             per_row = part in ("weight_scale", "weight_zero_point") and values.ndim == 1
             return values[:, None] if per_row else values
 
@@ -473,7 +473,7 @@ def _map(file: Path) -> dict[str, npt.NDArray[np.uint8]]:
     return {name: mapped[start + first : start + end] for name, (first, end) in places.items()}
 
 
-def _values(stored: StoredTensor) -> np.ndarray:
+def stored_values(stored: StoredTensor) -> np.ndarray:
     """A whole tensor, of float8 too, which the safetensors library does not give to NumPy."""
     if stored.dtype not in FLOAT8:
         with safe_open(stored.file, framework="np", backend="pread") as opened:

@@ -57,8 +57,9 @@ from paged_kv.engine.sampling import Sampling
 )
 @click.option(
     "--speculate",
-    metavar="lookup|DRAFT",
-    help="Draft tokens by the text so far, or by a smaller checkpoint: same texts.",
+    metavar="lookup|mtp|DRAFT",
+    help="Draft tokens by the text so far, by the model's MTP layer, by a smaller checkpoint or an EAGLE-3 head: same"
+    " texts.",
 )
 @click.option("--lora", type=click.Path(path_type=Path), metavar="PATH", help="A LoRA adapter for all prompts.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a sample, as it ends. --logprobs implies it.")

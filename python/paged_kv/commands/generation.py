@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import Any
 
 from paged_kv.arguments import integer, printable
+from paged_kv.checkpoint.draft_layers import DraftSource, draft_source
 from paged_kv.checkpoint.source import Source, open_source
 from paged_kv.checkpoint.weights import Checkpoint
 from paged_kv.commands.live import live_view
@@ -90,8 +91,8 @@ class PromptBatch:
     """The prompts of the command, and the checkpoints that they are for."""
 
     source: Source
-    draft: Source | None
-    """The smaller checkpoint of --speculate."""
+    draft: Source | DraftSource | None
+    """The smaller checkpoint, or the draft layer, of --speculate."""
     tokenizer: Tokenizer
     lines: Lines
     num_pages: int
@@ -112,8 +113,10 @@ class PromptBatch:
         """
         source = open_source(options.folder)
         tokenizer = Tokenizer(source, source.config)
-        draft = None if options.speculate in (None, "lookup") else open_source(Path(str(options.speculate)))
-        if draft is not None and draft.tokenizer()[0].get_vocab() != source.tokenizer()[0].get_vocab():
+        draft: Source | DraftSource | None = draft_source(options.speculate, source)
+        if draft is None and options.speculate not in (None, "lookup"):
+            draft = open_source(Path(str(options.speculate)))
+        if isinstance(draft, Source) and draft.tokenizer()[0].get_vocab() != source.tokenizer()[0].get_vocab():
             raise ContractError(f"--speculate {printable(options.speculate)}: its tokens are not those of --model")
         if options.source is None:
             lines = lines_of(options.prompts, sampling, options.samples)
@@ -169,9 +172,10 @@ def _load(options: GenerateOptions, batch: PromptBatch, disk: DiskTier | None) -
     _say_packing(batch.source, dtype)
     num_pages = batch.num_pages if options.pages is None else options.pages
     size = options.page_size, options.device
-    model = load_model(batch.source, dtype, num_pages, *size, options.cache_dtype, options.cache_rotation)
-    speculate: Any = options.speculate
-    if batch.draft is not None:
+    layer = batch.draft if isinstance(batch.draft, DraftSource) else None
+    model = load_model(batch.source, dtype, num_pages, *size, options.cache_dtype, options.cache_rotation, layer)
+    speculate: Any = options.speculate if layer is None else layer.head.kind
+    if isinstance(batch.draft, Source):
         speculate = load_model(batch.draft, options.dtype or batch.draft.config.dtype, model.num_pages, *size)
     steps = options.max_step_tokens
     return Engine(model, batch.tokenizer, max_step_tokens=steps, disk=disk, speculate=speculate), model

@@ -19,6 +19,7 @@ from paged_kv.output import say
 from paged_kv.structured_output import MOST_CHARACTERS, Grammar, JsonSchema, Regex, Structure
 
 if TYPE_CHECKING:  # MAX takes a third of a second to import: not for `--help`
+    from paged_kv.checkpoint.draft_layers import DraftSource
     from paged_kv.checkpoint.source import Source
     from paged_kv.engine.interfaces import Statistics
     from paged_kv.engine.model import DecoderModel
@@ -187,6 +188,7 @@ def load_model(
     device: str,
     kv_format: KVFormat | None = None,
     cache_rotation: CacheRotation | None = None,
+    draft: DraftSource | None = None,
 ) -> DecoderModel:
     """The model of a checkpoint, with a bar for its weights; bfloat16 or else float32."""
     from max.dtype import DType
@@ -206,6 +208,7 @@ def load_model(
             runtime=runtime,
             kv_format=kv_format,
             cache_rotation=cache_rotation,
+            draft=draft,
             on_compile=lambda: say("compiling the decode step: half a minute, once for this kind of model and machine"),
         )
 

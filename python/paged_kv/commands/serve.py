@@ -97,7 +97,11 @@ _PATH = click.Path(path_type=Path)
 )
 @click.option("--kv-disk", type=_PATH, metavar="DIR", help="Keep pages of prefixes there, and find them.")
 @click.option("--kv-disk-gb", type=float, default=10.0, show_default=True, help="Its most, in 10^9 bytes.")
-@click.option("--speculate", metavar="lookup|DRAFT", help="Draft tokens by the text, or by a smaller checkpoint.")
+@click.option(
+    "--speculate",
+    metavar="lookup|mtp|DRAFT",
+    help="Draft tokens by the text, by the model's MTP layer, by a smaller checkpoint or an EAGLE-3 head.",
+)
 @click.option("--lora", multiple=True, metavar="NAME=PATH", help="Serve a LoRA adapter beside the model; repeat it.")
 @click.option("--lora-loading", is_flag=True, help="Serve /v1/load_lora_adapter and /v1/unload_lora_adapter.")
 @click.option("--chat-template", type=_PATH, metavar="FILE", help="In place of the model's own.")

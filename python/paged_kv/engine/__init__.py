@@ -66,15 +66,17 @@ def load(
         dtype: "float32" or "bfloat16", of weights and cache; the checkpoint's own where None.
         kv_format: "int8" or "int4" keeps K and V as codes with scales (docs/quantised-cache.md).
         cache_rotation: "hadamard" rotates q and k before the cache (docs/quantised-cache.md).
-        options: The options of `Engine`.
+        options: The options of `Engine`. As `speculate` also the folder of an EAGLE-3 head.
 
     Raises:
         CheckpointError: there is no checkpoint that this package runs.
-        ContractTypeError, ContractError: a size or an option has the wrong type or is out of range.
+        ContractTypeError, ContractError: a size or an option has the wrong type or is out of range; the checkpoint has
+            no layer for `speculate="mtp"`.
     """
     from max.dtype import DType
 
     from paged_kv.arguments import shown
+    from paged_kv.checkpoint.draft_layers import draft_source
     from paged_kv.checkpoint.source import open_source
     from paged_kv.engine.engine import Engine
     from paged_kv.engine.model import DecoderModel
@@ -84,6 +86,9 @@ def load(
     if dtype not in (None, "float32", "bfloat16"):
         raise ContractError(f"dtype: expected 'float32' or 'bfloat16', got {shown(dtype)}")
     source = open_source(folder)
+    draft = draft_source(options.get("speculate"), source)
+    if draft is not None:
+        options["speculate"] = draft.head.kind
     kind = DType.bfloat16 if (dtype or source.config.dtype) == "bfloat16" else DType.float32
     tokenizer = Tokenizer(source, source.config)
     model = DecoderModel.from_folder(
@@ -95,6 +100,7 @@ def load(
         page_size=page_size,
         kv_format=kv_format,
         cache_rotation=cache_rotation,
+        draft=draft,
     )
     return Engine(model, tokenizer, **options)
 

@@ -26,6 +26,7 @@ from paged_kv.engine.disk_prefixes import DiskPrefixes, DiskStates, DiskWindows
 from paged_kv.engine.disk_tier import DiskPages, DiskTier
 from paged_kv.engine.interfaces import AdaptedModel, EngineModel, Statistics, TextCoder, compile_structure
 from paged_kv.engine.outputs import OutputStream
+from paged_kv.engine.own_draft import OwnDraft
 from paged_kv.engine.requests import (
     FinishReason,
     Link,
@@ -48,6 +49,7 @@ from paged_kv.pool import PagePool, PrefixCache, WindowPages, pages_needed
 from paged_kv.runtime.forks import renew_in_children
 
 if TYPE_CHECKING:
+    from paged_kv.engine.draft_layer import DraftLayer
     from paged_kv.engine.run_record import RunRecord
 
 MAX_STEP_TOKENS = 2048
@@ -76,12 +78,13 @@ class Engine:
         disk: Where full pages of prefixes are kept as well, and found after a restart (`disk_tier`). The model's
             weights are read once for it.
         speculate: What drafts tokens to come, which a step then judges together (`speculation`): "lookup" for the text
-            so far, or a smaller model with the same tokens, whose pages nothing else uses. None: nothing.
+            so far, a smaller model with the same tokens, whose pages nothing else uses, or the `draft_layer` that the
+            model was loaded with: "mtp" or "eagle3". None: nothing.
 
     Raises:
         ContractTypeError, ContractError: a number is no positive integer, or `num_pages` more than the model has; the
             folder of `disk` is not the user's own, or its limit is less than a page; `disk` without `share_prefixes`;
-            `speculate` is neither "lookup" nor another model, or one with recurrent layers.
+            `speculate` is none of these, a model with recurrent layers, or a draft layer that the model has not.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class Engine:
         share_prefixes: bool = True,
         max_gap: float | None = None,
         disk: DiskTier | None = None,
-        speculate: Literal["lookup"] | EngineModel | None = None,
+        speculate: Literal["lookup", "mtp", "eagle3"] | EngineModel | None = None,
     ) -> None:
         self.model = model
         self.statistics = Statistics()
@@ -112,12 +115,13 @@ class Engine:
         max_step_tokens = integer("max_step_tokens", max_step_tokens, 1)
         if max_gap is not None and not (isinstance(max_gap, int | float) and 0 < max_gap < 1e9):
             raise ContractError(f"max_gap: expected a positive number of seconds, got {shown(max_gap)}")
-        self._speculation = _speculation(speculate, model, max_step_tokens, share_prefixes)
+        self._own_draft = _own_draft(speculate, model, self.pool)
+        self._speculation = _speculation(speculate, model, max_step_tokens, share_prefixes, self._own_draft)
         self._disk = None if disk is None else DiskPages(disk, model)
         self.window_pool = PagePool(model.num_window_pages, model.page_size) if model.num_window_pages else None
         """The pages of the layers with windows; None where they have none of their own."""
         self._pages, others = resources_of(model, self.pool, self.window_pool, self._disk, share_prefixes)
-        self._resources = [self._pages, *others]
+        self._resources = [self._pages, *others, *([] if self._own_draft is None else [self._own_draft])]
         self._batching = Batching(
             self._resources,
             self._speculation,
@@ -400,6 +404,8 @@ class Engine:
             memory.window_pages,
             **({} if set(adapters) == {NO_ADAPTER} else {"adapters": adapters}),
         )
+        if self._own_draft is not None:
+            self._own_draft.stepped(batch, memory.pages, self.model.hidden)  # type: ignore[attr-defined]
         ended = time.perf_counter()
         if self.record is not None:
             self.record.end(logits)
@@ -527,7 +533,8 @@ def resources_of(
     if window_pool is not None:
         window_pages = WindowPages(window_pool, config.longest_window)
         windows = Windows(window_pages, partial(model.copy_page, windows=True))
-    has_windows_alone = windows is None and min(config.windows, default=-1) >= 0
+    sees_all = getattr(model, "draft_layer", None) is not None  # its draft layer has no window
+    has_windows_alone = windows is None and not sees_all and min(config.windows, default=-1) >= 0
     window_left = config.longest_window if has_windows_alone else None
     if not share_prefixes:
         if model.num_states:
@@ -547,13 +554,28 @@ def resources_of(
     return pages, resources
 
 
-def _speculation(speculate: Any, model: EngineModel, max_step_tokens: int, share_prefixes: bool) -> Speculation:
+def _own_draft(speculate: Any, model: EngineModel, pool: PagePool) -> OwnDraft | None:
+    """What drafts with the model's own draft layer, where that is asked for."""
+    if not isinstance(speculate, str) or speculate not in ("mtp", "eagle3"):
+        return None
+    layer: DraftLayer | None = getattr(model, "draft_layer", None)
+    if layer is None or layer.kind != speculate:
+        kind = "none" if layer is None else repr(layer.kind)
+        raise ContractError(f"speculate: expected a model loaded with a draft layer {speculate!r}, got {kind}")
+    return OwnDraft(layer, pool, model.copy_page, model.config.vocab_size)
+
+
+def _speculation(
+    speculate: Any, model: EngineModel, max_step_tokens: int, share_prefixes: bool, own_draft: OwnDraft | None
+) -> Speculation:
     if speculate is None:
         return NoSpeculation()
+    if own_draft is not None:
+        return Speculation(own_draft)
     if isinstance(speculate, str) and speculate == "lookup":
         return Speculation()
     if isinstance(speculate, str) or not hasattr(speculate, "step"):
-        raise ContractTypeError(f"speculate: expected 'lookup' or a model, got {shown(speculate)}")
+        raise ContractTypeError(f"speculate: expected 'lookup', 'mtp', 'eagle3' or a model, got {shown(speculate)}")
     if speculate is model:
         raise ContractError("speculate: the model cannot draft for itself: it would write to its own pages")
     if speculate.num_states:

@@ -20,9 +20,11 @@ from max.engine import Model
 from paged_kv.arguments import integer, shown
 from paged_kv.arrays.dtypes import numpy_dtype
 from paged_kv.arrays.host import to_buffer, to_numpy
+from paged_kv.checkpoint.draft_layers import DraftSource
 from paged_kv.checkpoint.source import Source, open_source
 from paged_kv.checkpoint.weights import OnProgress
 from paged_kv.engine.adapters import Adapters
+from paged_kv.engine.draft_layer import DraftLayer, draft_weights, places
 from paged_kv.engine.interfaces import StepStates
 from paged_kv.engine.page_file import Bits
 from paged_kv.engine.run_record import RunRecord
@@ -72,6 +74,7 @@ class DecoderModel:
         kv_format: KVFormat | None = None,
         cache_rotation: CacheRotation | None = None,
         layer_names: Mapping[str, str] = MappingProxyType({}),
+        draft: DraftSource | None = None,
     ) -> None:
         """Compiles the step, or reads it from disk, and binds `weights` without copying them.
 
@@ -88,12 +91,14 @@ class DecoderModel:
             kv_format: "int8" or "int4": the cache holds codes with a scale a token and KV head.
             cache_rotation: "hadamard": q and k take a Walsh-Hadamard transform before the cache, for few bits.
             layer_names: Names that layers have in the checkpoint's files, and the step's, for adapters.
+            draft: A layer that drafts tokens (`draft_layers`), which takes the model's hidden states; K and V of one
+                layer more are in its pages then.
 
         Raises:
             ContractTypeError: `num_pages`, `page_size`, `num_states` or `num_window_pages` is no integer.
             ContractError: one of them is negative, there are fewer pages for windows than a request needs, or they do
                 not fit into memory; `kv_format` is unknown, or the model has latents; the model cannot have that
-                `cache_rotation`; it has recurrent layers, and the device is a GPU.
+                `cache_rotation`; it has recurrent layers or a draft layer, and the device is a GPU.
             ToolchainError: as `load_graphs`.
         """
         num_pages, page_size = integer("num_pages", num_pages, 0), integer("page_size", page_size, 1)
@@ -109,11 +114,26 @@ class DecoderModel:
         check_kv_format(kv_format)
         runtime = runtime or default_runtime()
         self._gpu = runtime.driver_device if runtime.device.is_gpu() else None
-        step = StepGraph.of(config, dtype, kv_format)
+        if draft is not None:
+            if self._gpu is not None:
+                raise ContractError("speculate: a draft layer runs on the CPU alone")
+            draft = replace(draft, config=with_cache_rotation(draft.config, cache_rotation))
+        self._step = step = StepGraph.of(config, dtype, kv_format, None if draft is None else draft.config)
         self.geometry = step.geometry
         new_cache = partial(_new_cache, config, page_size, dtype, kv_format, self._gpu)
         self._element_bytes = cache_dtype(dtype, kv_format).size_in_bytes
         self._blocks = new_cache(num_pages)
+        self.hidden = np.empty((0, config.hidden_size), np.float32)
+        """With a draft layer the hidden states that it takes, of all tokens of the last step, `[T, hidden]`."""
+        self.draft_layer: DraftLayer | None = None
+        self._draft_width = 0  # of the graph's input `places`
+        if draft is not None:
+            own = draft_weights(draft.load(dtype, weights))
+            blocks = _new_cache(draft.config, page_size, dtype, kv_format, None, num_pages)
+            assert isinstance(blocks, np.ndarray)
+            self.draft_layer = DraftLayer(draft, own, dtype, kv_format, blocks, config.vocab_size)
+            self.weights = weights = {**weights, **own}
+            self._draft_width = len(draft.head.layers)
         self.num_window_pages = 0
         self._window_blocks: Storage | None = None
         if config.separate_windows:
@@ -136,6 +156,8 @@ class DecoderModel:
             try:
                 self._program = step.program(weights, self._input_buffers())
             except UnknownGraph as unknown:
+                if draft is not None:
+                    raise
                 logger.info("the step is compiled by MAX: %s", unknown)
         if self._program is None:
             models = load_graphs(
@@ -161,7 +183,7 @@ class DecoderModel:
 
     def _with_adapters(self, sizes: AdapterStacks, stacks: Mapping[str, np.ndarray]) -> Program:
         """The step that adds adapters."""
-        step = replace(StepGraph.of(self.config, self.dtype, self.kv_format), adapters=sizes)
+        step = replace(self._step, adapters=sizes)
         return step.program({**self.weights, **stacks}, [*self._input_buffers(), None])
 
     def buffers_of_weights(self) -> dict[str, Buffer]:
@@ -175,7 +197,7 @@ class DecoderModel:
             inputs += [None, self._window_blocks]
         if self._states:
             inputs += [None] * 4 + self._states
-        return [*inputs, None]
+        return [*inputs, None, *([None] if self._draft_width else [])]
 
     @classmethod
     def from_folder(
@@ -192,6 +214,7 @@ class DecoderModel:
         runtime: Runtime | None = None,
         kv_format: KVFormat | None = None,
         cache_rotation: CacheRotation | None = None,
+        draft: DraftSource | None = None,
     ) -> DecoderModel:
         """The model of a Hugging Face folder or a GGUF file, or one that is open already; its weights are memory-mapped
         and converted only where they must be.
@@ -217,6 +240,7 @@ class DecoderModel:
             kv_format=kv_format,
             cache_rotation=cache_rotation,
             layer_names=source.layer_names(),
+            draft=draft,
         )
 
     @property
@@ -228,7 +252,9 @@ class DecoderModel:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page: K and V of all layers, or their latents; without the layers that have pages apart."""
+        """Bytes of one page: K and V of all layers, or their latents; without the layers that have pages apart. With a
+        draft layer its K and V too, and a hidden state.
+        """
         return math.prod(self.page_kind[1]) * self._element_bytes
 
     @property
@@ -239,7 +265,8 @@ class DecoderModel:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the weights and of the geometry, in hexadecimal: some 0.6 s a gigabyte, once."""
-        digest = hashlib.sha256(f"{self.geometry} {self.page_kind[0]}".encode())
+        layers = self.geometry if self.draft_layer is None else (self.geometry, self.draft_layer.config)
+        digest = hashlib.sha256(f"{layers} {self.page_kind[0]}".encode())
         for name in sorted(self.weights):
             array = self.weights[name]
             digest.update(f"{name} {array.dtype} {array.shape}".encode())
@@ -253,8 +280,11 @@ class DecoderModel:
 
     @property
     def page_kind(self) -> tuple[str, tuple[int, ...]]:
-        """The dtype of a page's elements, or of its codes, and its shape."""
-        return self.kv_format or self._blocks.dtype.name, tuple(self._blocks.shape)[1:]
+        """The dtype of a page's elements, or of its codes, and its shape; one dimension with a draft layer."""
+        shape = tuple(self._blocks.shape)[1:]
+        if self.draft_layer is not None:
+            shape = (math.prod(shape) + self.draft_layer.page_bytes // self._element_bytes,)
+        return self.kv_format or self._blocks.dtype.name, shape
 
     @property
     def window_page_kind(self) -> tuple[str, tuple[int, ...]]:
@@ -265,7 +295,11 @@ class DecoderModel:
         """The bits of some pages, or of some of the layers with windows, as unsigned integers, `[n, ...]`."""
         cache = self._cache(windows)
         if isinstance(cache, np.ndarray):
-            return cache.view(f"u{cache.dtype.itemsize}")[list(pages)]
+            bits: Bits = cache.view(f"u{cache.dtype.itemsize}")[list(pages)]
+            if self.draft_layer is None or cache is not self._blocks:
+                return bits
+            of_draft = [self.draft_layer.page_bits(page, cache.dtype.itemsize) for page in pages]
+            return np.concatenate([bits.reshape(len(pages), -1), np.stack(of_draft)], axis=1)
         rows = [to_numpy(_page(cache, page).to(CPU())) for page in pages]
         return np.concatenate([row.view(f"u{row.dtype.itemsize}") for row in rows])
 
@@ -273,6 +307,11 @@ class DecoderModel:
         """Replaces some pages by what `read_pages` gave."""
         cache = self._cache(windows)
         if isinstance(cache, np.ndarray):
+            if self.draft_layer is not None and cache is self._blocks:
+                size = math.prod(cache.shape[1:])
+                for page, row in zip(pages, bits, strict=True):
+                    self.draft_layer.put_bits(page, row[size:])
+                bits = bits[:, :size].reshape(len(pages), *cache.shape[1:])
             cache.view(bits.dtype)[list(pages)] = bits
             return
         for page, row in zip(pages, bits, strict=True):
@@ -285,6 +324,8 @@ class DecoderModel:
         cache = self._cache(windows)
         if isinstance(cache, np.ndarray):
             cache[target] = cache[source]
+            if self.draft_layer is not None and cache is self._blocks:
+                self.draft_layer.copy_page(source, target)
         else:
             _page(cache, target).inplace_copy_from(_page(cache, source))
 
@@ -352,15 +393,23 @@ class DecoderModel:
                 raise ContractError("states: a model with recurrent layers needs them")
             of_states = state_inputs(states.sources, states.saves, self._states).flatten()
         values = (*inputs.flatten(), *of_windows, *of_states, output_rows)
+        program = self._program
         if adapters is not None:
             program = self.adapters.program
             assert program is not None
             of_tokens = np.repeat(np.asarray(adapters, np.int32), np.diff(inputs.row_offsets).astype(np.int64))
-            return program.run([*self.brought(values), of_tokens])[0]
-        if self._program is not None:
-            profiles = self._profiles
-            profile = None if profiles is None else profiles[any(len(each) > 1 for each in tokens)]
-            return self._program.run(self.brought(values), profile, self._watch)[0]
+            values = (*values, of_tokens)
+        if self._draft_width:
+            values = (*values, places(len(inputs.tokens), self._draft_width))
+        if program is not None:
+            profile, watch = None, None  # of the model's own steps alone
+            if adapters is None:
+                profile = None if self._profiles is None else self._profiles[any(len(each) > 1 for each in tokens)]
+                watch = self._watch
+            logits, *hidden = program.run(self.brought(values), profile, watch)
+            if hidden:
+                (self.hidden,) = hidden
+            return logits
         check_not_forked()
         arguments = [to_buffer(value) for value in values]
         if self._gpu is not None:

@@ -42,14 +42,18 @@ class StepGraph:
     dtype: DType
     kv_format: KVFormat | None = None
     """The format of a cache of codes."""
+    draft: DecoderConfig | None = None
+    """The draft layer that takes its hidden states."""
     adapters: AdapterStacks | None = None
     """The sizes of the adapters of its rows."""
 
     @staticmethod
-    def of(config: DecoderConfig, dtype: DType, kv_format: KVFormat | None = None) -> StepGraph:
+    def of(
+        config: DecoderConfig, dtype: DType, kv_format: KVFormat | None = None, draft: DecoderConfig | None = None
+    ) -> StepGraph:
         """Without what of the configuration the step does not depend on."""
         geometry = replace(config, max_position_embeddings=0, bos_token_id=None, eos_token_ids=(), dtype=None)
-        return StepGraph(geometry, dtype, kv_format)
+        return StepGraph(geometry, dtype, kv_format, draft)
 
     def keys(self, architecture: str) -> dict[str, CompileKey]:
         """Return what the graph depends on, by its name; `architecture` is a GPU's, as in `Runtime`."""
@@ -104,6 +108,7 @@ class StepGraph:
                 kv_format=self.kv_format,
                 adapters=self.adapters,
                 library=library,
+                draft=self.draft,
             ),
             buffers,
         )

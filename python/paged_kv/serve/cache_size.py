@@ -15,7 +15,7 @@ from paged_kv.errors import ContractError
 from paged_kv.graphs.encodings import row_bytes
 from paged_kv.graphs.models import decoder
 from paged_kv.graphs.models.config import DecoderConfig, with_separate_windows
-from paged_kv.graphs.models.tensors import expected_tensors
+from paged_kv.graphs.models.tensors import stored_tensors
 from paged_kv.graphs.ops import cache_dtype
 from paged_kv.kv_formats import KVFormat
 
@@ -64,6 +64,7 @@ def cache_size_of(
     max_length: int | None = None,
     requests: int,
     free: int,
+    draft: DecoderConfig | None = None,
 ) -> CacheSize:
     """The cache of a model.
 
@@ -78,6 +79,7 @@ def cache_size_of(
         max_length: Tokens of the longest request; what the model knows and the pages hold where None.
         requests: Those that are computed at once.
         free: Bytes of memory that this process may take.
+        draft: The configuration of its draft layer.
 
     Raises:
         ContractError: not a page fits, or the longest request is longer than the model knows or the pages hold; the
@@ -85,7 +87,7 @@ def cache_size_of(
     """
     config = with_separate_windows(config)
 
-    def bytes_of_page(**which: bool) -> int:
+    def bytes_of_page(config: DecoderConfig = config, **which: bool) -> int:
         shape = [int(size) for size in decoder.cache_shape(config, 1, page_size, kv_format, **which)]
         return math.prod(shape) * cache_dtype(dtype, kv_format).size_in_bytes
 
@@ -95,6 +97,9 @@ def cache_size_of(
         # All requests go on at once, and the step of one of them is a part of its prompt.
         most_windows = requests * least_window_pages(config.longest_window, page_size) + MAX_STEP_TOKENS // page_size
     weights, state_bytes = weight_bytes(config, dtype), decoder.state_bytes(config)
+    if draft is not None:
+        page_bytes += bytes_of_page(draft) + draft.hidden_size * DType.float32.size_in_bytes
+        weights += weight_bytes(draft, dtype)
     positions = config.max_position_embeddings
     if max_length is not None and max_length > positions:
         raise ContractError(f"--max-length: expected at most {positions}, the model's positions, got {max_length}")
@@ -126,7 +131,7 @@ def weight_bytes(config: DecoderConfig, dtype: DType) -> int:
     """Bytes of a model's weights in memory."""
     encodings, each = dict(config.encodings), config.computed_in(dtype).size_in_bytes
     total = 0
-    for name, shape in expected_tensors(config).items():
+    for name, shape in stored_tensors(config).items():
         row = row_bytes(encodings[name], shape[-1]) if name in encodings else shape[-1] * each
         total += math.prod(shape[:-1]) * row
     return total

@@ -10,6 +10,7 @@ from max.dtype import DType
 
 from paged_kv.arguments import printable
 from paged_kv.checkpoint.adapters import read_adapter
+from paged_kv.checkpoint.draft_layers import DraftSource, draft_source
 from paged_kv.checkpoint.source import Source, open_source
 from paged_kv.checkpoint.weights import progress_bar
 from paged_kv.engine.disk_tier import DiskTier
@@ -33,8 +34,8 @@ class EngineSetup:
     source: Source
     dtype: DType
     size: CacheSize
-    draft: Source | None
-    """The smaller checkpoint that drafts tokens."""
+    draft: Source | DraftSource | None
+    """The smaller checkpoint, or the layer of the model, that drafts tokens."""
     disk: DiskTier | None
 
     def engine(self, tokenizer: Tokenizer) -> Engine:
@@ -46,7 +47,10 @@ class EngineSetup:
         """
         settings = self.settings
         draft: Any = settings.speculate
-        if self.draft is not None:
+        layer = self.draft if isinstance(self.draft, DraftSource) else None
+        if layer is not None:
+            draft = layer.head.kind
+        elif isinstance(self.draft, Source):
             draft = _load(self.draft, dtype_of(self.draft, settings.dtype), self.size)
         model = _load(
             self.source,
@@ -55,6 +59,7 @@ class EngineSetup:
             settings.cache_dtype,
             settings.cache_rotation,
             self.size.num_window_pages,
+            layer,
         )
         engine = Engine(
             model,
@@ -81,7 +86,7 @@ def set_up(settings: Settings) -> EngineSetup:
     source = open_source(settings.model)
     for _, path in settings.adapters():
         read_adapter(path, source.config, source.layer_names())
-    dtype = dtype_of(source, settings.dtype)
+    dtype, draft = dtype_of(source, settings.dtype), _draft(settings, source)
     size = cache_size_of(
         with_cache_rotation(source.config, settings.cache_rotation),
         dtype,
@@ -92,11 +97,12 @@ def set_up(settings: Settings) -> EngineSetup:
         max_length=settings.max_length,
         requests=settings.max_running,
         free=free_memory(),
+        draft=draft.config if isinstance(draft, DraftSource) else None,
     )
     disk = None if settings.kv_disk is None else DiskTier(settings.kv_disk, max(int(settings.kv_disk_gb * 1e9), 1))
     if disk is not None:
         disk.check()
-    return EngineSetup(settings, source, dtype, size, _draft(settings, source), disk)
+    return EngineSetup(settings, source, dtype, size, draft, disk)
 
 
 def dtype_of(source: Source, asked: str | None) -> DType:
@@ -104,9 +110,11 @@ def dtype_of(source: Source, asked: str | None) -> DType:
     return DType.float32 if (asked or source.config.dtype) == "float32" else DType.bfloat16
 
 
-def _draft(settings: Settings, source: Source) -> Source | None:
+def _draft(settings: Settings, source: Source) -> Source | DraftSource | None:
     if settings.speculate in (None, "lookup"):
         return None
+    if (layer := draft_source(settings.speculate, source)) is not None:
+        return layer
     draft = open_source(Path(str(settings.speculate)))
     if draft.tokenizer()[0].get_vocab() != source.tokenizer()[0].get_vocab():
         raise ContractError(
@@ -124,6 +132,7 @@ def _load(
     kv_format: KVFormat | None = None,
     cache_rotation: CacheRotation | None = None,
     num_window_pages: int | None = None,
+    layer: DraftSource | None = None,
 ) -> DecoderModel:
     with progress_bar("weights") as on_progress:
         return DecoderModel.from_folder(
@@ -136,4 +145,5 @@ def _load(
             on_compile=lambda: say("compiling the decode step: half a minute, once for this kind of model and machine"),
             kv_format=kv_format,
             cache_rotation=cache_rotation,
+            draft=layer,
         )

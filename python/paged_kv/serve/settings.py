@@ -49,7 +49,7 @@ class Settings:
     kv_disk: Path | None = None
     kv_disk_gb: float = 10.0
     speculate: str | None = None
-    """"lookup", or a smaller checkpoint."""
+    """"lookup", "mtp", a smaller checkpoint, or an EAGLE-3 head."""
     lora: tuple[str, ...] = ()
     """LoRA adapters that are loaded at the start: `NAME=PATH`."""
     lora_loading: bool = False
