@@ -152,6 +152,16 @@ def step_inputs(
     return DecodeInputs(flat, row_offsets, lengths, page_table(pages), blocks)
 
 
+def window_lengths(inputs: DecodeInputs[np.ndarray, Any], after: int) -> np.ndarray:
+    """For each token of a step the tokens before the end of its window, `[T]` int32: those up to it and `after` more, as
+    far as its request has them.
+    """
+    new = np.diff(inputs.row_offsets.astype(np.int64))
+    cached = inputs.cache_lengths.astype(np.int64)
+    positions = np.arange(len(inputs.tokens)) - np.repeat(inputs.row_offsets[:-1].astype(np.int64) - cached, new)
+    return np.minimum(positions + 1 + after, np.repeat(cached + new, new)).astype(np.int32)
+
+
 def page_table(pages: Sequence[Sequence[int]], width: int | None = None) -> np.ndarray:
     """The lookup table `[B, width]` uint32 of the pages of `B` requests, as wide as the longest where it is None."""
     most = max(map(len, pages), default=0) if width is None else width

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from max.graph import TensorValue
 
 from paged_kv.graphs import ops as paged
 from paged_kv.graphs.paged_cache import PagedCache
 from paged_kv.graphs.rope import Rope
+from paged_kv.options import AttentionArguments
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class StepRows:
     """The tokens that it sees: those before it and itself."""
     last: TensorValue | None = None
     """The last row of each request, `[B]`; None in a selection of rows."""
+    window_lengths: TensorValue | None = None
+    """Where tokens see both ways: the tokens before the end of the row's window."""
 
     @staticmethod
     def of(row_offsets: TensorValue, cache_lengths: TensorValue, tokens: TensorValue) -> StepRows:
@@ -61,9 +64,19 @@ class StepRows:
         lengths, last = paged.lengths_and_last_rows(positions, row_offsets, cache_lengths.shape[0])
         return StepRows(batch, positions, lengths, last)
 
+    def both_ways(self, window_lengths: TensorValue | None) -> StepRows:
+        """The rows of requests whose tokens see all tokens of their request, those after themselves too; in layers with
+        windows the first `window_lengths` `[T]` int32, of which the window hides the beginning.
+        """
+        assert self.last is not None
+        lengths = paged.take_rows(self.lengths, paged.take_rows(self.last, self.batch))
+        return replace(self, lengths=lengths, window_lengths=window_lengths)
+
     def of_rows(self, rows: TensorValue) -> StepRows:
         """Some rows, `[N]` int32."""
-        return StepRows(*(paged.take_rows(x, rows) for x in (self.batch, self.positions, self.lengths)))
+        ends = None if self.window_lengths is None else paged.take_rows(self.window_lengths, rows)
+        taken = (paged.take_rows(x, rows) for x in (self.batch, self.positions, self.lengths))
+        return StepRows(*taken, window_lengths=ends)
 
     def attend(
         self,
@@ -77,15 +90,16 @@ class StepRows:
         sinks: TensorValue | None = None,
     ) -> TensorValue:
         """Attention of the rows' q `[T, Hq, D]` over what each sees in a layer, as `q`; `sinks` are `[Hq]` float32."""
-        o, _ = paged.attention(
-            cache,
-            q,
-            self.batch,
-            self.lengths,
-            layer=layer,
-            sm_scale=sm_scale,
-            logits_soft_cap=logits_soft_cap,
-            window_left=window_left,
-            sinks=sinks,
-        )
+        options: AttentionArguments = {
+            "sm_scale": sm_scale,
+            "logits_soft_cap": logits_soft_cap,
+            "window_left": window_left,
+        }
+        if window_left >= 0 and self.window_lengths is not None:
+            ends, positions = self.window_lengths, self.positions
+            o, _ = paged.masked_attention(
+                cache, q, self.batch, ends, row_positions=positions, layer=layer, sinks=sinks, **options
+            )
+            return o
+        o, _ = paged.attention(cache, q, self.batch, self.lengths, layer=layer, sinks=sinks, **options)
         return o

@@ -109,6 +109,14 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+def _with_head(name: str) -> str:
+    """The architecture that makes texts, of the same layers: models that embed are saved without a head."""
+    for end in ("TextModel", "Model", "TextForSequenceClassification", "ForSequenceClassification"):
+        if name.endswith(end):
+            return name.removesuffix(end) + _USUAL
+    return name
+
+
 def find_family(fields: Fields) -> Family:
     """The family that a `config.json` names, in `architectures` or, without them, in `model_type`.
 
@@ -123,7 +131,8 @@ def find_family(fields: Fields) -> Family:
             raise fields.error("model_type", f"expected one of {', '.join(types)}")
         return types[kind]
     for name in names if isinstance(names, list) else ():
-        if isinstance(name, str) and name in FAMILIES:
+        name = _with_head(name) if isinstance(name, str) else ""
+        if name in FAMILIES:
             return FAMILIES[name]
     supported = ", ".join(name.removesuffix(_USUAL) for name in FAMILIES)
     raise fields.error("architectures", f"expected one of {supported}, most with {_USUAL}")

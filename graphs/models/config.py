@@ -161,9 +161,14 @@ class DecoderConfig:
     """Scores s become `cap * tanh(s / cap)` before the softmax; 0: they do not."""
     windows: tuple[int, ...] = ()
     """Window of each layer: tokens that a token sees before itself, -1 for all; empty where every layer sees all."""
+    causal: bool = True
+    """A token sees those before it and itself; else those after it too, and as many of them as before it in layers with
+    windows. Such a model embeds texts and generates none."""
     separate_windows: bool = False
     """Layers with a window have their own pages, of which a request needs no more than its window; else one page holds
     K and V of all layers. The user's choice for most models (`with_separate_windows`)."""
+    step_cache: bool = False
+    """K and V live for one step, so that all layers have them in one place (`with_step_cache`)."""
     local_rope: Rope | None = None
     """Rotation of layers with a window; None: that of the others, `rope`."""
     rotates: tuple[bool, ...] = ()
@@ -287,6 +292,11 @@ class DecoderConfig:
         """The most tokens before itself that a token sees in layers with windows; -1 where none has one."""
         return max(self.windows, default=-1)
 
+    @property
+    def has_window_lengths(self) -> bool:
+        """True if the step has an input that says where windows end (`build_step`)."""
+        return not self.causal and self.longest_window >= 0
+
     def in_window_cache(self, layer: int) -> bool:
         """Return whether the K and V of a layer are in the pages of windows."""
         return self.separate_windows and self.window_left(layer) >= 0
@@ -298,6 +308,8 @@ class DecoderConfig:
 
     def cache_layer(self, layer: int) -> int:
         """The place of the K and V that a layer sees in their cache."""
+        if self.step_cache:
+            return 0
         before = range(self.kv_layer(layer))
         return sum(
             self.has_kv(index) and self.in_window_cache(index) == self.in_window_cache(layer) for index in before
@@ -306,7 +318,8 @@ class DecoderConfig:
     def cache_layers(self, windows: bool = False) -> int:
         """The number of layers that have K and V in the cache, or in that of windows."""
         layers = range(self.num_hidden_layers)
-        return sum(self.has_kv(layer) and self.in_window_cache(layer) == windows for layer in layers)
+        count = sum(self.has_kv(layer) and self.in_window_cache(layer) == windows for layer in layers)
+        return min(count, 1) if self.step_cache else count
 
     def computed_in(self, dtype: DType) -> DType:
         """The dtype of activations, and of weights that are not in blocks, where `dtype` is asked for."""
@@ -341,6 +354,14 @@ def with_cache_rotation(config: DecoderConfig, rotation: CacheRotation | None) -
 def with_separate_windows(config: DecoderConfig) -> DecoderConfig:
     """The model with pages of their own for its layers with windows, where other layers have none."""
     return replace(config, separate_windows=True) if config.mixes_windows else config
+
+
+def with_step_cache(config: DecoderConfig) -> DecoderConfig:
+    """The model with one place for the K and V of all layers, where they have one shape and no layer sees another's:
+    for texts of one step each.
+    """
+    fits = config.full_heads is None and not config.shared_kv_layers and config.latent is None
+    return replace(config, step_cache=fits)
 
 
 def read_config(fields: Fields, eps_key: str = "rms_norm_eps", **switches: Any) -> DecoderConfig:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 from max.dtype import DType
@@ -35,6 +36,8 @@ from paged_kv.options import stored_head
 STEP = "decoder_step"
 DRAFT_PREFIX = "draft."
 """Stands before the names of the weights of a draft layer."""
+Output = Literal["logits", "hidden"]
+"""What a step computes of its output rows: logits `[N, vocab]`, or the normed hidden states `[N, hidden]`."""
 
 
 def cache_shape(
@@ -228,6 +231,11 @@ def logits(parameters: Parameters, x: TensorValue) -> TensorValue:
     return paged.widened(y)
 
 
+def hidden_states(parameters: Parameters, x: TensorValue) -> TensorValue:
+    """The hidden states `[N, hidden]` as the head sees them, normed, in float32."""
+    return paged.widened(parameters.norm("model.norm", x))
+
+
 def _mixer(
     step: DeviceStep, x: TensorValue, rotary: Rotary | None, layer: int, output_rows: TensorValue | None
 ) -> TensorValue:
@@ -324,10 +332,12 @@ def build_step(
     adapters: AdapterStacks | None = None,
     library: KernelLibrary | None = None,
     draft: DecoderConfig | None = None,
+    output: Output = "logits",
 ) -> None:
     """Adds the graph `name` to `module`: `DecodeInputs`, `WindowInputs` where `config.separate_windows`,
-    `StateInputs` of a hybrid model, rows `[N]` int32, and with `adapters` that of each token, `[T]` int32 -> logits
-    `[N, vocab]` float32 after the rows.
+    `StateInputs` of a hybrid model, `[T]` int32 where `config.has_window_lengths` (the tokens before the end of each
+    token's window), rows `[N]` int32, and with `adapters` that of each token, `[T]` int32 -> logits `[N, vocab]`
+    float32 after the rows, or another `output`.
 
     A row is a token's place in `DecodeInputs.tokens`. Batch, tokens, lengths and the page size are symbolic. `dtype` is
     that of weights, activations and cache, of quantised models that of the cache alone; with `kv_format` the cache
@@ -345,6 +355,8 @@ def build_step(
         shape = cache_shape(config, "window_pages", "page_size", kv_format, windows=True)
         types += window_input_types(kind, shape, device).flatten()
     types += state_input_types(state_shapes(config, "slots"), device).flatten()
+    if config.has_window_lengths:
+        types.append(TensorType(DType.int32, ["T"], device))
     types.append(TensorType(DType.int32, ["N"], device))
     if adapters is not None:
         types.append(TensorType(DType.int32, ["T"], device))
@@ -371,6 +383,8 @@ def build_step(
         else:
             cache = LatentCache(step.blocks, step.lookup_table)
         rows = StepRows.of(step.row_offsets, step.cache_lengths, step.tokens)
+        if not config.causal:
+            rows = rows.both_ways(values.pop().tensor if config.has_window_lengths else None)
         states = States.of(graph_states(values), step.row_offsets) if values else None
         # A layer of multi-token prediction takes the last hidden states of all rows.
         last_rows = output_rows if head is None or places is not None else None
@@ -378,7 +392,7 @@ def build_step(
         taken = LayerStates(taken=() if head is None else head.layers)
         (x,) = decode([only], states=taken)  # [N, hidden]
         if draft is None:
-            graph.output(logits(parameters, x))
+            graph.output(logits(parameters, x) if output == "logits" else hidden_states(parameters, x))
         elif places is None:
             hidden = parameters.norm("model.norm", x)
             graph.output(logits(parameters, paged.take_rows(x, output_rows)), paged.widened(hidden))

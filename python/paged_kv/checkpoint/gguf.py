@@ -169,6 +169,22 @@ class GgufCheckpoint:
                 progress(done, total)
         return arrays
 
+    def load_tensor(self, name: str, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+        """One tensor in float32 by the file's name, which is no part of the decoder; -1 in `shape` is any size.
+
+        Raises:
+            CheckpointError: it is of a wrong shape or encoding.
+        """
+        tensor = self.header.tensors[name]
+        sizes = tensor.shape if len(tensor.shape) == len(shape) else (1, *tensor.shape)
+        fits = len(sizes) == len(shape) and all(want in (-1, size) for size, want in zip(sizes, shape, strict=True))
+        if tensor.encoding not in _FLOATS or not fits:
+            problem = (
+                f"expected {', '.join(_FLOATS)} of shape {list(shape)}, got {tensor.encoding} {list(tensor.shape)}"
+            )
+            raise CheckpointError(f"{self.header.file}: tensor {name}: {problem}")
+        return tensor.data.view(_FLOATS[tensor.encoding]).reshape(sizes).astype(np.float32)
+
     def _tensor(self, name: str) -> GgufTensor:
         """The tensor that Hugging Face calls `name`, in an encoding that is loaded."""
         stored = find_family(self.header).tensor(name)

@@ -89,9 +89,12 @@ class Checkpoint:
     def named_for(self, family: Family) -> Checkpoint:
         """The same tensors by the step's names, without those that the family's text does not need."""
         tensors: dict[str, StoredTensor] = {}
+        is_base = "embed_tokens.weight" in self.tensors  # saved without a head, as models that embed are
         for name, stored in self.tensors.items():
             if name.startswith(family.unread):
                 continue
+            if is_base and name.startswith(("embed_tokens.", "layers.", "norm.")):
+                name = f"model.{name}"
             for theirs, ours in family.renames.items():
                 name = name.replace(theirs, ours, 1)
             if name in tensors:
@@ -184,6 +187,20 @@ class Checkpoint:
             if progress is not None:
                 progress(done, total)
         return arrays
+
+    def load_tensor(self, name: str, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+        """One tensor in float32, which is no part of the decoder.
+
+        Raises:
+            CheckpointError: it is missing, or of a wrong shape or dtype.
+        """
+        stored = self.tensors.get(name)
+        if stored is None:
+            raise CheckpointError(f"{self.folder}: tensor {name} is missing")
+        if stored.shape != shape or stored.dtype not in DTYPES:
+            problem = f"expected {' or '.join(DTYPES)} of shape {list(shape)}, got {stored.dtype} {list(stored.shape)}"
+            raise CheckpointError(f"{stored.file}: tensor {stored.name}: {problem}")
+        return _copy(stored, DType.float32)
 
     def _packed(self, expected: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
         """The shapes of the weights that are quantised, after their tensors' headers were found in order."""

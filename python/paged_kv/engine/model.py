@@ -29,9 +29,9 @@ from paged_kv.engine.interfaces import StepStates
 from paged_kv.engine.page_file import Bits
 from paged_kv.engine.run_record import RunRecord
 from paged_kv.engine.step import StepGraph
-from paged_kv.errors import ContractError
+from paged_kv.errors import CheckpointError, ContractError
 from paged_kv.graphs.encodings import ENCODINGS
-from paged_kv.graphs.inputs import WindowInputs, page_table, state_inputs, step_inputs
+from paged_kv.graphs.inputs import WindowInputs, page_table, state_inputs, step_inputs, window_lengths
 from paged_kv.graphs.models import decoder
 from paged_kv.graphs.models.adapters import AdapterStacks, stack_dtype
 from paged_kv.graphs.models.config import DecoderConfig, with_cache_rotation, with_separate_windows
@@ -75,6 +75,7 @@ class DecoderModel:
         cache_rotation: CacheRotation | None = None,
         layer_names: Mapping[str, str] = MappingProxyType({}),
         draft: DraftSource | None = None,
+        output: decoder.Output = "logits",
     ) -> None:
         """Compiles the step, or reads it from disk, and binds `weights` without copying them.
 
@@ -93,8 +94,10 @@ class DecoderModel:
             layer_names: Names that layers have in the checkpoint's files, and the step's, for adapters.
             draft: A layer that drafts tokens (`draft_layers`), which takes the model's hidden states; K and V of one
                 layer more are in its pages then.
+            output: What `step` returns: "logits", or "hidden", normed hidden states, for which no head is read.
 
         Raises:
+            CheckpointError: tokens of the model see those after them, and logits are asked for.
             ContractTypeError: `num_pages`, `page_size`, `num_states` or `num_window_pages` is no integer.
             ContractError: one of them is negative, there are fewer pages for windows than a request needs, or they do
                 not fit into memory; `kv_format` is unknown, or the model has latents; the model cannot have that
@@ -103,6 +106,8 @@ class DecoderModel:
         """
         num_pages, page_size = integer("num_pages", num_pages, 0), integer("page_size", page_size, 1)
         config = with_cache_rotation(config, cache_rotation)
+        if not config.causal and output == "logits":
+            raise CheckpointError("use_bidirectional_attention: expected false of a model that generates, got true")
         if num_window_pages is None or integer("num_window_pages", num_window_pages, 0):
             config = with_separate_windows(config)
         self.config = config
@@ -118,7 +123,8 @@ class DecoderModel:
             if self._gpu is not None:
                 raise ContractError("speculate: a draft layer runs on the CPU alone")
             draft = replace(draft, config=with_cache_rotation(draft.config, cache_rotation))
-        self._step = step = StepGraph.of(config, dtype, kv_format, None if draft is None else draft.config)
+        of_draft = None if draft is None else draft.config
+        self._step = step = StepGraph.of(config, dtype, kv_format, draft=of_draft, output=output)
         self.geometry = step.geometry
         new_cache = partial(_new_cache, config, page_size, dtype, kv_format, self._gpu)
         self._element_bytes = cache_dtype(dtype, kv_format).size_in_bytes
@@ -197,7 +203,7 @@ class DecoderModel:
             inputs += [None, self._window_blocks]
         if self._states:
             inputs += [None] * 4 + self._states
-        return [*inputs, None, *([None] if self._draft_width else [])]
+        return [*inputs, *[None] * (1 + self.config.has_window_lengths + bool(self._draft_width))]
 
     @classmethod
     def from_folder(
@@ -215,6 +221,7 @@ class DecoderModel:
         kv_format: KVFormat | None = None,
         cache_rotation: CacheRotation | None = None,
         draft: DraftSource | None = None,
+        output: decoder.Output = "logits",
     ) -> DecoderModel:
         """The model of a Hugging Face folder or a GGUF file, or one that is open already; its weights are memory-mapped
         and converted only where they must be.
@@ -241,6 +248,7 @@ class DecoderModel:
             cache_rotation=cache_rotation,
             layer_names=source.layer_names(),
             draft=draft,
+            output=output,
         )
 
     @property
@@ -361,7 +369,8 @@ class DecoderModel:
         window_pages: Sequence[Sequence[int]] | None = None,
         adapters: Sequence[int] | None = None,
     ) -> np.ndarray:
-        """Appends each request's new tokens to the cache; logits `[N, vocab]` float32 after the last of them.
+        """Appends each request's new tokens to the cache; logits `[N, vocab]` float32 after the last of them, or
+        another `output` of it.
 
         Args:
             tokens: At least one new token of each of `B` requests.
@@ -392,6 +401,8 @@ class DecoderModel:
             if states is None:
                 raise ContractError("states: a model with recurrent layers needs them")
             of_states = state_inputs(states.sources, states.saves, self._states).flatten()
+        if self.config.has_window_lengths:
+            of_states += [window_lengths(inputs, self.config.longest_window)]
         values = (*inputs.flatten(), *of_windows, *of_states, output_rows)
         program = self._program
         if adapters is not None:

@@ -44,25 +44,32 @@ class StepGraph:
     """The format of a cache of codes."""
     draft: DecoderConfig | None = None
     """The draft layer that takes its hidden states."""
+    output: decoder.Output = "logits"
     adapters: AdapterStacks | None = None
     """The sizes of the adapters of its rows."""
 
     @staticmethod
     def of(
-        config: DecoderConfig, dtype: DType, kv_format: KVFormat | None = None, draft: DecoderConfig | None = None
+        config: DecoderConfig,
+        dtype: DType,
+        kv_format: KVFormat | None = None,
+        *,
+        draft: DecoderConfig | None = None,
+        output: decoder.Output = "logits",
     ) -> StepGraph:
         """Without what of the configuration the step does not depend on."""
         geometry = replace(config, max_position_embeddings=0, bos_token_id=None, eos_token_ids=(), dtype=None)
-        return StepGraph(geometry, dtype, kv_format, draft)
+        return StepGraph(geometry, dtype, kv_format, draft, output)
 
     def keys(self, architecture: str) -> dict[str, CompileKey]:
         """Return what the graph depends on, by its name; `architecture` is a GPU's, as in `Runtime`."""
         facts = f"{self.dtype.name} {self.geometry}" + (f" cache of {self.kv_format}" if self.kv_format else "")
+        facts += "" if self.output == "logits" else f" {self.output}"
         return {decoder.STEP: CompileKey(facts, (MODELS,), architecture)}
 
     def build(self, module: Module, device: DeviceRef) -> None:
         """Adds the graph to `module`."""
-        decoder.build_step(self.geometry, self.dtype, module, device, kv_format=self.kv_format)
+        decoder.build_step(self.geometry, self.dtype, module, device, kv_format=self.kv_format, output=self.output)
 
     def program(self, weights: Mapping[str, np.ndarray], buffers: Sequence[np.ndarray | None]) -> Program:
         """The step as a program for this CPU.
@@ -93,7 +100,7 @@ class StepGraph:
             buffers += [None, cache(windows=True)]
         if self.geometry.recurrence is not None:
             buffers += [*[None] * 4, *(empty(each) for each in decoder.state_shapes(self.geometry, 1))]
-        return graph_kernels(self._read([*buffers, None]))
+        return graph_kernels(self._read([*buffers, *[None] * (1 + self.geometry.has_window_lengths)]))
 
     def libraries(self) -> list[Library]:
         """The libraries in which they lie."""
@@ -109,6 +116,7 @@ class StepGraph:
                 adapters=self.adapters,
                 library=library,
                 draft=self.draft,
+                output=self.output,
             ),
             buffers,
         )

@@ -460,19 +460,21 @@ def _append(op: Operation, _: Layers) -> KernelCall:
 
 
 def _attention(op: Operation, _: Layers) -> KernelCall:
+    """Attention, with masks or without."""
     (o, lse), (q, row_batch, row_lengths, *rest) = op.results, op.operands
-    cache, (slopes, sinks, window_left, options) = rest[:4], rest[4:]
+    masks = [word for mask in rest[:-8] for word in (mask.address, mask.size)]
+    cache, (slopes, sinks, window_left, options) = rest[-8:-4], rest[-4:]
     if options.data is None or options.data[SOFTMAX_OPTIONS.index("rope_theta")]:
         raise UnknownGraph("attention that rotates keys")
     return _call(
-        Kernel("attention", (q.dtype.name, cache[0].dtype.name, o.dtype.name)),
+        Kernel("masked_attention" if masks else "attention", (q.dtype.name, cache[0].dtype.name, o.dtype.name)),
         **named("o lse q row_batch row_lengths", (o, lse, q, row_batch, row_lengths)),
         **named("num_rows num_heads head_dim", q.shape),
         **named("slopes num_slopes sinks num_sinks", (slopes, slopes.size, sinks, sinks.size)),
         value_dim=o.shape[2],
         window_left=int(window_left.number()),
         options=options,
-        masks=[Word(0)] * MASKS.size,
+        masks=masks or [Word(0)] * MASKS.size,
         cache=_cache(op, cache),
     )
 
@@ -571,6 +573,7 @@ _OPS: dict[str, tuple[Callable[[Operation, Layers], KernelCall], str]] = {
     "paged_kv_gated_norm": (_gated_norm, "x|fx?f"),
     "paged_kv_append": (_append, "|xxii??u?*"),
     "paged_kv_attention": (_attention, "?f|xii??u?ff?f"),
+    "paged_kv_masked_attention": (_attention, "?f|xiiiib?i??u?ff?f"),
     "paged_kv_mla_attention": (_latent_attention, "?f|xxii??u?ff"),
     "BroadcastToOp": (_broadcast_row, "x|x?*"),
 }
