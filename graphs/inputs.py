@@ -153,8 +153,8 @@ def step_inputs(
 
 
 def window_lengths(inputs: DecodeInputs[np.ndarray, Any], after: int) -> np.ndarray:
-    """For each token of a step the tokens before the end of its window, `[T]` int32: those up to it and `after` more, as
-    far as its request has them.
+    """For each token of a step the tokens before the end of its window, `[T]` int32: those up to it and `after`
+    more, as far as its request has them.
     """
     new = np.diff(inputs.row_offsets.astype(np.int64))
     cached = inputs.cache_lengths.astype(np.int64)

@@ -1,4 +1,5 @@
-"""The command line: `paged-kv chat | compile | demo | generate | diff | inspect | serve | warmup | doctor | bench`.
+"""The command line: `paged-kv chat | compile | demo | embed | generate | diff | inspect | serve | warmup | doctor |
+bench`.
 
 stdout carries results alone; progress, statistics and errors go to stderr. Bad input is one line and exit status 2.
 """
@@ -18,6 +19,7 @@ from paged_kv.commands.compile import compile_command
 from paged_kv.commands.demo import demo
 from paged_kv.commands.diff import diff
 from paged_kv.commands.doctor import doctor
+from paged_kv.commands.embed import embed
 from paged_kv.commands.generate import generate
 from paged_kv.commands.inspect import inspect
 from paged_kv.commands.serve import serve_command
@@ -58,5 +60,5 @@ def commands() -> None:
     """A paged KV cache and decode attention for LLM inference on MAX."""
 
 
-for command in (bench, chat, compile_command, demo, diff, doctor, generate, inspect, serve_command, warmup):
+for command in (bench, chat, compile_command, demo, diff, doctor, embed, generate, inspect, serve_command, warmup):
     commands.add_command(command)

@@ -257,7 +257,7 @@ def _embedding_recipe(source: Source, modules: list[tuple[str, Path]]) -> Embedd
 
 
 def _dimensions(config: Fields) -> tuple[int, ...] | None:
-    """vLLM's keys of config.json about Matryoshka embeddings."""
+    """VLLM's keys of config.json about Matryoshka embeddings."""
     sizes = config.get("matryoshka_dimensions")
     if sizes is None:
         return () if config.get("is_matryoshka") is False else None

@@ -79,6 +79,11 @@ _PATH = click.Path(path_type=Path)
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
 @click.option("--port", type=int, default=8000, show_default=True, help="0 is any that is free.")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), help="Default: bfloat16, unless it is in float32.")
+@click.option(
+    "--task",
+    type=click.Choice(["generate", "embed", "rerank"]),
+    help="What the model is for.  [default: what its files say; any decoder can embed]",
+)
 @cache_dtype_option
 @rotation_option
 @click.option("--page-size", type=int, default=16, show_default=True, help="Tokens in a page of the cache.")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paged_kv.engine.async_engine import AsyncEngine
     from paged_kv.engine.disk_tier import DiskTier
+    from paged_kv.engine.embedding import Embedder, load_embedder
     from paged_kv.engine.engine import Engine
     from paged_kv.engine.requests import Output
     from paged_kv.engine.sampling import Logprobs, Sampling
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncEngine",
     "DiskTier",
+    "Embedder",
     "Engine",
     "Grammar",
     "JsonSchema",
@@ -27,11 +29,13 @@ __all__ = [
     "Regex",
     "Sampling",
     "load",
+    "load_embedder",
 ]
 
 _HOME = {
     "AsyncEngine": "async_engine",
     "DiskTier": "disk_tier",
+    "Embedder": "embedding",
     "Engine": "engine",
     "Grammar": ".structured_output",
     "JsonSchema": ".structured_output",
@@ -39,6 +43,7 @@ _HOME = {
     "Output": "requests",
     "Regex": ".structured_output",
     "Sampling": "sampling",
+    "load_embedder": "embedding",
 }
 
 

@@ -124,7 +124,7 @@ class TextEncoder:
     def pair(
         self, name: str, query: str, document: str, instruction: str | None = None, most: int | None = None
     ) -> tuple[int, ...]:
-        """The tokens of a query and a document in the template of a model that ranks. Arguments and errors as `text`."""
+        """The tokens of a query and a document in a ranking model's template. Arguments and errors as `text`."""
         assert isinstance(self.recipe, RerankRecipe)
         before, pair, after = self.recipe.template
         values = {"instruction": instruction or QWEN3_INSTRUCTION, "query": query, "document": document}
@@ -218,7 +218,7 @@ class Embedder:
     def score(
         self, query: str, documents: Sequence[str], *, instruction: str | None = None, truncate: bool = False
     ) -> Array:
-        """How well each document answers a query, `[n]` float32 in their order: a probability, or of a model that embeds
+        """How well each document answers a query, `[n]` float32 in their order: a probability; of a model that embeds
         the cosine of both vectors, with its prompts "query" and "document" where it has them.
 
         Args:
@@ -230,7 +230,8 @@ class Embedder:
         """
         if isinstance(documents, str) or not isinstance(documents, Sequence):
             raise ContractTypeError(f"documents: expected a list of texts, got {shown(documents)}")
-        tokens = pairs(self.encoder, "documents", query, documents, instruction, truncate)
+        most = self.encoder.max_length if truncate else None
+        tokens = pairs(self.encoder, "documents", query, documents, instruction, most)
         return scores(self.encoder.recipe, self.compute(tokens))
 
     def compute(self, texts: Sequence[Tokens]) -> Array:
@@ -254,9 +255,8 @@ class Embedder:
     def step(self, texts: Sequence[Tokens]) -> Array:
         """The vectors `[n, size]`, or scores `[n, 1]`, of tokens that `fitting` lets into a step."""
         lengths = [len(text) for text in texts]
-        pages, first = [], 0
-        for length in lengths:
-            pages.append(range(first, first := first + pages_needed(length, PAGE_SIZE)))
+        ends = np.cumsum([pages_needed(length, PAGE_SIZE) for length in lengths]).tolist()
+        pages = [range(first, end) for first, end in zip([0, *ends[:-1]], ends, strict=True)]
         recipe = self.encoder.recipe
         states = None
         if self.model.num_states:
@@ -277,10 +277,9 @@ def cut(vectors: Array, dimensions: int | None) -> Array:
 
 
 def pairs(
-    encoder: TextEncoder, name: str, query: Any, documents: Sequence[Any], instruction: str | None, truncate: bool
+    encoder: TextEncoder, name: str, query: Any, documents: Sequence[Any], instruction: str | None, most: int | None
 ) -> list[tuple[int, ...]]:
     """The tokens whose results `scores` takes: each pair of a query and a document, or the query and each document."""
-    most = encoder.max_length if truncate else None
     named = [(f"{name}[{index}]", document) for index, document in enumerate(documents)]
     if isinstance(encoder.recipe, RerankRecipe):
         return [encoder.pair(where, query, document, instruction, most) for where, document in named]

@@ -25,7 +25,7 @@ from paged_kv.serve.ignored import Ignored, UnknownParts
 from paged_kv.serve.metrics import Metrics
 from paged_kv.serve.profiling import Profiling
 from paged_kv.serve.request_exchange import Event, Exchange
-from paged_kv.serve.routes import ROUTES, Reader, error_form
+from paged_kv.serve.routes import ROUTES, Route, check_task, error_form
 from paged_kv.serve.served_model import ContextExceeded, ServedModel, UnknownModel
 from paged_kv.serve.server_state import ServerState
 
@@ -52,7 +52,7 @@ def application(
     routes = []
     for route in ROUTES:
         if route.reader is not None:
-            endpoint = partial(_read_and_answer, server, unknown, route.reader)
+            endpoint = partial(_read_and_answer, server, unknown, route)
             routes.append(routing.Route(route.path, endpoint, methods=["POST"]))
         elif route.answer is not None and (route.access != "profile" or profiling is not None):
             routes.append(routing.Route(route.path, partial(route.answer, server), methods=[route.method]))
@@ -60,9 +60,11 @@ def application(
     return Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
 
 
-async def _read_and_answer(server: ServerState, unknown: UnknownParts, reader: Reader, request: Request) -> ASGIApp:
+async def _read_and_answer(server: ServerState, unknown: UnknownParts, route: Route, request: Request) -> ASGIApp:
     """Read a body, and return its answer. A long body, or one whose structures may be compiled, is read in a thread."""
-    body = await request.body()
+    check_task(route, server.model.task)
+    body, reader = await request.body(), route.reader
+    assert reader is not None
     ignored = request.state.ignored = Ignored(unknown)  # an error's answer names it too
 
     def read() -> Exchange | dict[str, Any]:

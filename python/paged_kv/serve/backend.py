@@ -6,6 +6,9 @@ from collections.abc import AsyncGenerator, Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from paged_kv.engine.requests import Output
 from paged_kv.engine.sampling import Logprobs, Sampling
 from paged_kv.errors import PagedKVError
@@ -41,6 +44,8 @@ class Piece(NamedTuple):
     """Log-probabilities of the prompt's tokens but the first, with the first piece of sample 0, where the job asks
     for them.
     """
+    vector: npt.NDArray[np.float32] | None = None
+    """`[size]`: what a model that embeds or ranks texts gives, in place of tokens."""
 
     @staticmethod
     def of(output: Output) -> Piece:

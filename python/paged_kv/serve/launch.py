@@ -14,7 +14,8 @@ from typing import Any, cast
 from uvicorn import Config
 
 from paged_kv.arguments import printable
-from paged_kv.checkpoint.source import Source
+from paged_kv.checkpoint.embedding_files import task_of
+from paged_kv.checkpoint.source import Source, open_source
 from paged_kv.engine.model import DecoderModel
 from paged_kv.engine.sampling import OF_MODEL
 from paged_kv.errors import ContractError
@@ -25,6 +26,7 @@ from paged_kv.serve.access_rules import AccessRules
 from paged_kv.serve.address import listening_sockets, url_of
 from paged_kv.serve.application import application
 from paged_kv.serve.connections import GuardedServer
+from paged_kv.serve.embedding_launch import ready_request, serve_embeddings
 from paged_kv.serve.loading import EngineSetup, set_up
 from paged_kv.serve.local_backend import LocalBackend
 from paged_kv.serve.metrics import Metrics
@@ -46,6 +48,11 @@ def serve(settings: Settings) -> None:
         ToolchainError: the step cannot be compiled.
         OSError: stdout cannot be written when the server is ready.
     """
+    settings.check()
+    source = open_source(settings.model)
+    if (task := settings.task or task_of(source)) != "generate":
+        serve_embeddings(settings, source, task)
+        return
     setup = set_up(settings)
     rules = settings.rules(setup.size.max_length)
     most_samples = settings.max_running + settings.max_queue
@@ -152,9 +159,11 @@ def ready_lines(address: str, model: ServedModel, asks_for_key: bool) -> str:
     prompt = "In the beginning"
     asked = {"prompt": prompt} if model.chat is None else {"messages": [{"role": "user", "content": prompt}]}
     route = "completions" if model.chat is None else "chat/completions"
-    body = json.dumps({"model": model.name} | asked | {"max_tokens": 32, "temperature": 0})
+    body = shlex.quote(json.dumps({"model": model.name} | asked | {"max_tokens": 32, "temperature": 0}))
+    if model.task != "generate":
+        route, body = ready_request(model)
     key = f' -H "Authorization: Bearer ${API_KEY}"' if asks_for_key else ""
-    curl = f"curl {address}/v1/{route} -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
+    curl = f"curl {address}/v1/{route} -H 'Content-Type: application/json'{key} -d {body}"
     return f"paged-kv: ready on {address}\n{curl}"
 
 

@@ -11,6 +11,7 @@ from max.dtype import DType
 from paged_kv.arguments import printable
 from paged_kv.checkpoint.adapters import read_adapter
 from paged_kv.checkpoint.draft_layers import DraftSource, draft_source
+from paged_kv.checkpoint.embedding_files import task_of
 from paged_kv.checkpoint.source import Source, open_source
 from paged_kv.checkpoint.weights import progress_bar
 from paged_kv.engine.disk_tier import DiskTier
@@ -84,6 +85,9 @@ def set_up(settings: Settings) -> EngineSetup:
     """
     settings.check()
     source = open_source(settings.model)
+    if (settings.task or task_of(source)) != "generate":
+        problem = "expected a model that generates texts, got one that embeds or ranks them"
+        raise ContractError(f"{printable(settings.model)}: {problem}")
     for _, path in settings.adapters():
         read_adapter(path, source.config, source.layer_names())
     dtype, draft = dtype_of(source, settings.dtype), _draft(settings, source)

@@ -65,7 +65,7 @@ class Metrics:
         """The pieces of a job, which are counted."""
         began = time.perf_counter()
         last: dict[int, float] = {}
-        count, finish = 0, "abort"
+        count, finish, is_answered = 0, "abort", False
         try:
             async with aclosing(batches):
                 async for batch in batches:
@@ -77,11 +77,12 @@ class Metrics:
                             self._between.observe(now - last[piece.sample])
                         last[piece.sample] = now
                         count += len(piece.tokens)
+                        is_answered |= bool(piece.tokens) or piece.vector is not None
                         finish = piece.finish or finish
                     self._tokens.inc(sum(len(piece.tokens) for piece in batch))
                     yield batch
         finally:
-            if count:
+            if is_answered:
                 self._ends.labels(self._name, finish).inc()
                 self._prompt_tokens.inc(len(job.tokens))
                 self._prompt.observe(len(job.tokens))

@@ -10,10 +10,13 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 
+from paged_kv.checkpoint.embedding_files import Task
+from paged_kv.errors import ContractError
 from paged_kv.serve import server_state
 from paged_kv.serve.access_rules import Access
 from paged_kv.serve.adapters import load_adapter, unload_adapter
 from paged_kv.serve.anthropic_messages import count_tokens, read_messages_request
+from paged_kv.serve.embeddings import read_embeddings, read_rerank, read_score
 from paged_kv.serve.error_forms import ANTHROPIC, ANTHROPIC_VERSION, OPENAI, RESPONSES, ErrorForm
 from paged_kv.serve.fields import BodyFields
 from paged_kv.serve.openai_chat import read_chat
@@ -43,6 +46,8 @@ class Route:
     """True if OpenAI and Anthropic both have it; the errors have the form of the client that asks."""
     method: str = "GET"
     """Of a route without a reader."""
+    tasks: tuple[Task, ...] = ("generate",)
+    """The uses of models whose requests a reader reads."""
 
     @property
     def start(self) -> str:
@@ -61,10 +66,13 @@ ROUTES = (
     Route("/v1/responses/input_tokens", count_input_tokens, errors=RESPONSES),
     Route("/v1/messages", read_messages_request, errors=ANTHROPIC),
     Route("/v1/messages/count_tokens", count_tokens, errors=ANTHROPIC),
+    Route("/v1/embeddings", read_embeddings, tasks=("embed",)),
+    *(Route(path, read_rerank, tasks=("embed", "rerank")) for path in ("/v1/rerank", "/rerank")),
+    *(Route(path, read_score, tasks=("embed", "rerank")) for path in ("/v1/score", "/score")),
     Route("/v1/load_lora_adapter", load_adapter, access="adapters"),
     Route("/v1/unload_lora_adapter", unload_adapter, access="adapters"),
-    Route("/tokenize", tokenize),
-    Route("/detokenize", detokenize),
+    Route("/tokenize", tokenize, tasks=("generate", "embed", "rerank")),
+    Route("/detokenize", detokenize, tasks=("generate", "embed", "rerank")),
     Route("/v1/models", answer=server_state.list_models, is_shared=True),
     Route("/v1/models/{name:path}", answer=server_state.show_model, is_shared=True),
     Route("/pool", answer=server_state.show_pool),
@@ -82,6 +90,14 @@ ROUTES = (
 def route_at(path: str) -> Route | None:
     """The route that a path leads to; None where it is not served."""
     return next((route for route in ROUTES if route.is_at(path)), None)
+
+
+def check_task(route: Route, task: Task) -> None:
+    """Refuses a request to a model of another use. Raises ContractError."""
+    if task not in route.tasks:
+        others = ", ".join(each.path for each in ROUTES if each.reader is not None and task in each.tasks)
+        problem = f"expected a model that can {' or '.join(route.tasks)}, got one that can {task} (`--task`)"
+        raise ContractError(f"{route.path}: {problem}; it answers {others}")
 
 
 def error_form(path: str, headers: Headers) -> ErrorForm:

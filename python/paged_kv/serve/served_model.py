@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paged_kv.arguments import printable, shown
+from paged_kv.checkpoint.embedding_files import Task
 from paged_kv.checkpoint.source import Source
+from paged_kv.engine.embedding import TextEncoder
 from paged_kv.engine.requests import check_prompt
 from paged_kv.engine.tokenizer import Tokenizer
 from paged_kv.serve.fields import BodyFields, FieldError
@@ -84,6 +86,7 @@ class ServedModel:
         sampling: fields of `Sampling` that requests have which leave them out.
         aliases: Further names of it.
         most_samples: The largest number of samples of a request; None for any.
+        encoder: The tokens of texts, of a model that embeds or ranks them.
 
     Raises:
         CheckpointError: its tokenizer or its chat template cannot be read.
@@ -99,6 +102,7 @@ class ServedModel:
         *,
         aliases: Sequence[str] = (),
         most_samples: int | None = None,
+        encoder: TextEncoder | None = None,
     ) -> None:
         from paged_kv.serve.chat import ChatFormat
 
@@ -115,10 +119,18 @@ class ServedModel:
         digest = sha256(f"{version('paged-kv')} {source.config!r}".encode()).hexdigest()
         self.fingerprint = f"fp_{digest[:12]}"
         """OpenAI's `system_fingerprint`: it changes with the version of this package and with the model."""
-        self.tokenizer = Tokenizer(source, source.config)
-        self.chat: ChatFormat | None = ChatFormat.read(source, self.tokenizer, template)
+        self.tokenizer = Tokenizer(source, source.config) if encoder is None else encoder.tokenizer
+        self.encoder = encoder
+        self.chat: ChatFormat | None = None
+        if encoder is None:
+            self.chat = ChatFormat.read(source, self.tokenizer, template)
         self.token_bytes = lru_cache(4096)(self.tokenizer.token_bytes)
         """The bytes of a token inside a text, of special tokens too."""
+
+    @property
+    def task(self) -> Task:
+        """What the model is for."""
+        return "generate" if self.encoder is None else self.encoder.recipe.task
 
     def check_name(self, body: BodyFields) -> ServedModel:
         """The model by the name that a body asks for, which answers repeat. Raises UnknownModel where it has none."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from paged_kv.arguments import integer, printable
+from paged_kv.checkpoint.embedding_files import Task
 from paged_kv.errors import ContractError
 from paged_kv.kv_formats import KVFormat
 from paged_kv.options import CacheRotation
@@ -33,6 +34,8 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 8000
     """0: any that is free."""
+    task: Task | None = None
+    """The model's use; None: what its files say."""
     dtype: str | None = None
     """"float32" or "bfloat16"."""
     cache_dtype: KVFormat | None = None

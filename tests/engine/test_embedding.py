@@ -1,0 +1,253 @@
+"""Vectors and scores against transformers, for checkpoints in the formats of published models."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from paged_kv.cli import main
+from paged_kv.engine import load, load_embedder
+from paged_kv.engine.demo import byte_tokenizer
+from paged_kv.engine.embedding import Embedder
+from paged_kv.errors import CheckpointError, ContractError, ContractTypeError
+from support import gguf_files
+from support.checkpoints import make_checkpoint, rewrite
+from support.embedding_models import (
+    CASES,
+    DOCUMENTS,
+    PROMPTS,
+    QUERY,
+    TEXTS,
+    dense_layers,
+    expected_scores,
+    expected_vectors,
+    make_embedding,
+    make_reranker,
+)
+
+CLOSE = {"rtol": 0, "atol": 1e-4}
+LAST, GEMMA = "qwen3, last", "gemma3 both ways, mean, dense"
+
+
+def loaded(folder, **options) -> Embedder:
+    """An embedder whose pages hold NaN, so that a token nothing wrote shows; a program, which nothing compiled."""
+    embedder = load_embedder(folder, **{"dtype": "float32", "max_step_tokens": 150} | options)
+    embedder.model.blocks[:] = np.nan
+    assert embedder.model._program is not None
+    return embedder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The folder and the model of a case, made once."""
+    made = {}
+
+    def make(name):
+        if name not in made:
+            folder = tmp_path_factory.mktemp("embedding")
+            made[name] = folder, make_embedding(folder, name)
+        return made[name]
+
+    return make
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_vectors_are_those_of_transformers(folders, name):
+    folder, model = folders(name)
+    embedder = loaded(folder)
+    got = embedder.embed(TEXTS)
+    np.testing.assert_allclose(got, expected_vectors(folder, name, model, TEXTS), **CLOSE)
+    assert got.shape == (len(TEXTS), embedder.size)
+    np.testing.assert_array_equal(embedder.embed(TEXTS[::-1]), got[::-1])  # other steps, the same vectors
+
+
+def test_any_decoder_embeds_by_its_last_token(tmp_path):
+    model = make_checkpoint(tmp_path, family="Llama")
+    embedder = loaded(tmp_path, task="embed")
+    tokens = [list(range(70, 70 + length)) for length in (3, 160, 1)]
+    with torch.no_grad():
+        rows = torch.stack([model.model(torch.tensor([each])).last_hidden_state[0, -1] for each in tokens])
+    np.testing.assert_allclose(embedder.embed(tokens), rows / rows.norm(dim=1, keepdim=True), **CLOSE)
+    with pytest.raises(CheckpointError, match="expected a model that embeds or ranks texts"):
+        load_embedder(tmp_path)
+
+
+def test_prompts_sizes_and_cut_texts(folders):
+    folder, _ = folders(LAST)
+    embedder = loaded(folder)
+    prompted, written = embedder.embed(["tea"], prompt_name="query"), embedder.embed([PROMPTS["query"] + "tea"])
+    np.testing.assert_array_equal(prompted, written)
+    small = written[:, :16]
+    np.testing.assert_allclose(embedder.embed(["search: tea"], dimensions=16), small / np.linalg.norm(small), rtol=1e-6)
+    long = "tea " * 100
+    cut = embedder.embed([long], truncate=True)
+    np.testing.assert_array_equal(cut, embedder.embed([embedder.encoder.tokenizer.encode(long)[:300]]))
+    documents = embedder.embed(DOCUMENTS)
+    np.testing.assert_allclose(
+        embedder.score(QUERY, DOCUMENTS), documents @ embedder.embed([QUERY], prompt_name="query")[0], atol=1e-6
+    )
+
+
+def test_a_cut_text_keeps_its_end_token(folders):
+    folder, _ = folders("mistral, end token, last")
+    encoder = loaded(folder).encoder
+    tokens = encoder.text("text", "tea " * 100, most=9)
+    assert len(tokens) == 9
+    assert tokens == (*encoder.text("text", "tea " * 100, most=300)[:8], encoder.text("text", "tea")[-1])
+
+
+@pytest.mark.parametrize("classifier", [False, True])
+def test_scores_are_those_of_the_published_prompt(tmp_path, classifier):
+    model = make_reranker(tmp_path, classifier=classifier)
+    embedder = loaded(tmp_path, task=None if classifier else "rerank")
+    np.testing.assert_allclose(embedder.score(QUERY, DOCUMENTS), expected_scores(tmp_path, model), **CLOSE)
+    with pytest.raises(ContractError, match="embed: expected a model that embeds"):
+        embedder.embed(TEXTS)
+
+
+def test_tokens_that_modules_name_are_compared(tmp_path):
+    model = make_reranker(tmp_path)
+    (tmp_path / "1_LogitScore").mkdir()
+    (tmp_path / "1_LogitScore/config.json").write_text(json.dumps({"true_token_id": 259, "false_token_id": 260}))
+    types = [("", "base.modules.transformer.Transformer"), ("1_LogitScore", "cross_encoder.modules.LogitScore")]
+    listed = [{"path": path, "type": f"sentence_transformers.{kind}"} for path, kind in types]
+    (tmp_path / "modules.json").write_text(json.dumps(listed))
+    np.testing.assert_allclose(loaded(tmp_path).score(QUERY, DOCUMENTS), expected_scores(tmp_path, model), **CLOSE)
+
+
+@pytest.mark.parametrize("pooling", [1, 2, 3, 4])
+def test_a_gguf_file_names_its_pooling(tmp_path, pooling):
+    model = gguf_files.make_model("qwen3")
+    head = np.random.default_rng(0).standard_normal((2, 256)).astype(np.float32) / 16
+    more = {"more_tensors": {"cls.output.weight": head}} if pooling == 4 else {}
+    embedder = of_gguf(tmp_path, model, "qwen3", pooling, **more)
+    if pooling == 4:
+        tokens = [embedder.encoder.pair("documents", QUERY, each) for each in DOCUMENTS]
+        expected = [torch.softmax(torch.from_numpy(head) @ each[-1], 0)[0] for each in hidden_states(model, tokens)]
+        np.testing.assert_allclose(embedder.score(QUERY, DOCUMENTS), expected, **CLOSE)
+        return
+    hidden = hidden_states(model, [embedder.encoder.text("text", each) for each in TEXTS])
+    rows = torch.stack([{1: each.mean(0), 2: each[0], 3: each[-1]}[pooling] for each in hidden])
+    np.testing.assert_allclose(embedder.embed(TEXTS), rows / rows.norm(dim=1, keepdim=True), **CLOSE)
+
+
+def test_embedding_gemma_in_gguf(tmp_path, monkeypatch):
+    monkeypatch.setitem(gguf_files.ARCHITECTURES, "gemma3_text", "gemma-embedding")
+    monkeypatch.setattr(gguf_files, "GEMMAS", ("gemma-embedding",))
+    model = gguf_files.make_model("gemma3", use_bidirectional_attention=True)
+    dense = [layer[0].weight.detach().numpy() for layer, _ in dense_layers(256)]
+    embedder = of_gguf(
+        tmp_path,
+        model,
+        "gemma-embedding",
+        1,
+        {"attention.sliding_window": 8},
+        more_tensors={f"dense_{index}.weight": weight for index, weight in zip((2, 3), dense, strict=True)},
+    )
+    hidden = hidden_states(model, [embedder.encoder.text("text", each) for each in TEXTS])
+    rows = torch.stack([each.mean(0) for each in hidden]).numpy() @ dense[0].T @ dense[1].T
+    np.testing.assert_allclose(embedder.embed(TEXTS), rows / np.linalg.norm(rows, axis=1, keepdims=True), **CLOSE)
+
+
+def of_gguf(folder, model, architecture, pooling, metadata=(), **options):
+    """The embedder of a GGUF file of a model, with a tokenizer of bytes."""
+    keys = {"pooling_type": pooling} | dict(metadata)
+    metadata = {f"{architecture}.{key}": value for key, value in keys.items()}
+    gguf_files.write_gguf(folder / "model.gguf", model, lambda _: "F32", metadata=metadata, **options)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    return loaded(folder / "model.gguf")
+
+
+def hidden_states(model, tokens):
+    with torch.no_grad():
+        return [model.model(torch.tensor([each])).last_hidden_state[0] for each in tokens]
+
+
+REFUSED = {
+    "no text": (lambda e: e.embed([""]), ContractError, r"texts\[0\]: expected a text, got an empty one"),
+    "no tokens": (lambda e: e.embed([[]]), ContractError, r"texts\[0\] is empty"),
+    "one text": (lambda e: e.embed("tea"), ContractTypeError, "texts: expected a list of texts, got 'tea'"),
+    "number": (lambda e: e.embed([1.5]), ContractTypeError, r"texts\[0\]: expected a text or token ids, got 1.5"),
+    "outside": (lambda e: e.embed([[1], [259]]), ContractError, r"texts\[1\].*259"),
+    "long": (lambda e: e.embed(["a" * 400]), ContractError, r"texts\[0\]: expected at most 300 tokens, got 401"),
+    "prompt": (lambda e: e.embed(["a"], prompt_name="x"), ContractError, "prompt_name: expected 'query' or 'document'"),
+    "size 0": (lambda e: e.embed(["a"], dimensions=0), ContractError, "dimensions: expected at least 1, got 0"),
+    "size": (lambda e: e.embed(["a"], dimensions=49), ContractError, "dimensions: expected at most 48, got 49"),
+    "documents": (lambda e: e.score("a", "b"), ContractTypeError, "documents: expected a list of texts, got 'b'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_texts_are_refused(folders, name):
+    call, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        call(loaded(folders(LAST)[0]))
+
+
+FILES = {
+    "module": ("modules.json", [{"path": "", "type": "a.SpladePooling"}], "type: expected Transformer, .*'SpladePool"),
+    "outside": ("modules.json", [{"path": "../x", "type": "a.Pooling"}], "path: expected a folder below its own"),
+    "no list": ("modules.json", {"path": ""}, "expected a list of modules with type and path"),
+    "pooling": ("1_Pooling/config.json", {"pooling_mode": "max"}, "pooling_mode: expected lasttoken or mean or cls"),
+    "two": (
+        "1_Pooling/config.json",
+        {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True},
+        "pooling_mode: expected lasttoken or mean or cls",
+    ),
+    "prompts": ("1_Pooling/config.json", {"include_prompt": False}, "include_prompt: expected true"),
+    "activation": (
+        "2_Dense/config.json",
+        {"in_features": 48, "out_features": 96, "activation_function": "torch.nn.Mish"},
+        "activation_function: expected one of Identity",
+    ),
+    "width": ("2_Dense/config.json", {"in_features": 47, "out_features": 96}, "in_features: expected 48, got 47"),
+    "default": ("config_sentence_transformers.json", {"default_prompt_name": "x"}, "default_prompt_name: expected one"),
+    "lower": ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case: not supported"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_modules_that_are_not_computed_are_refused(folders, tmp_path, name):
+    file, values, message = FILES[name]
+    folder = shutil.copytree(folders(GEMMA)[0], tmp_path / "model")
+    (folder / file).write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match=message):
+        load_embedder(folder)
+
+
+def test_sizes_that_config_json_names_are_the_only_ones(folders, tmp_path):
+    folder = shutil.copytree(folders(LAST)[0], tmp_path / "model")
+    rewrite(folder / "config.json", matryoshka_dimensions=[16, 32])
+    embedder = loaded(folder)
+    assert embedder.embed(["a"], dimensions=32).shape == (1, 32)
+    with pytest.raises(ContractError, match=r"dimensions: expected 16 or 32 or 48, as config.json says, got 24"):
+        embedder.embed(["a"], dimensions=24)
+
+
+def test_a_model_that_sees_both_ways_generates_nothing(folders):
+    with pytest.raises(CheckpointError, match="use_bidirectional_attention: expected false"):
+        load(folders(GEMMA)[0], num_pages=4)
+
+
+def test_the_command_prints_vectors_and_scores(folders, tmp_path, capsys):
+    folder, _ = folders(LAST)
+    expected = load_embedder(folder).embed(TEXTS[:3])
+    assert run("embed", "--model", str(folder), *TEXTS[:3]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    np.testing.assert_allclose([line["embedding"] for line in lines], expected, rtol=1e-6)
+    (tmp_path / "texts").write_text("\n".join(TEXTS[:3]))
+    files = ("--input", str(tmp_path / "texts"), "--output", str(tmp_path / "rows.npy"))
+    assert run("embed", "--model", str(folder), *files) == 0
+    np.testing.assert_array_equal(np.load(tmp_path / "rows.npy"), expected)
+    assert run("embed", "--model", str(folder), "--query", QUERY, *DOCUMENTS) == 0
+    scores = [json.loads(line)["relevance_score"] for line in capsys.readouterr().out.splitlines()]
+    assert scores == sorted(scores, reverse=True)
+    assert run("embed", "--model", str(folder)) == 2
+
+
+def run(*arguments):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return ended.value.code
