@@ -133,28 +133,19 @@ def test_a_gguf_file_names_its_pooling(tmp_path, pooling):
     np.testing.assert_allclose(embedder.embed(TEXTS), rows / rows.norm(dim=1, keepdim=True), **CLOSE)
 
 
-def test_embedding_gemma_in_gguf(tmp_path, monkeypatch):
-    monkeypatch.setitem(gguf_files.ARCHITECTURES, "gemma3_text", "gemma-embedding")
-    monkeypatch.setattr(gguf_files, "GEMMAS", ("gemma-embedding",))
-    model = gguf_files.make_model("gemma3", use_bidirectional_attention=True)
+def test_embedding_gemma_in_gguf(tmp_path):
+    model = gguf_files.make_model("gemma-embedding")
     dense = [layer[0].weight.detach().numpy() for layer, _ in dense_layers(256)]
-    embedder = of_gguf(
-        tmp_path,
-        model,
-        "gemma-embedding",
-        1,
-        {"attention.sliding_window": 8},
-        more_tensors={f"dense_{index}.weight": weight for index, weight in zip((2, 3), dense, strict=True)},
-    )
+    tensors = {f"dense_{index}.weight": weight for index, weight in zip((2, 3), dense, strict=True)}
+    embedder = of_gguf(tmp_path, model, "gemma-embedding", 1, more_tensors=tensors)
     hidden = hidden_states(model, [embedder.encoder.text("text", each) for each in TEXTS])
     rows = torch.stack([each.mean(0) for each in hidden]).numpy() @ dense[0].T @ dense[1].T
     np.testing.assert_allclose(embedder.embed(TEXTS), rows / np.linalg.norm(rows, axis=1, keepdims=True), **CLOSE)
 
 
-def of_gguf(folder, model, architecture, pooling, metadata=(), **options):
+def of_gguf(folder, model, architecture, pooling, **options):
     """The embedder of a GGUF file of a model, with a tokenizer of bytes."""
-    keys = {"pooling_type": pooling} | dict(metadata)
-    metadata = {f"{architecture}.{key}": value for key, value in keys.items()}
+    metadata = {f"{architecture}.pooling_type": pooling}
     gguf_files.write_gguf(folder / "model.gguf", model, lambda _: "F32", metadata=metadata, **options)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     return loaded(folder / "model.gguf")

@@ -126,6 +126,11 @@ MODELS = {
         {"head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 32, "tie_word_embeddings": True,
          "num_hidden_layers": 7},
     ),
+    "gemma-embedding": (
+        transformers.Gemma3TextConfig,
+        {"head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 32, "tie_word_embeddings": True,
+         "num_hidden_layers": 7, "use_bidirectional_attention": True},
+    ),
     "gemma4": (
         transformers.Gemma4TextConfig,
         {"head_dim": 32, "global_head_dim": 64, "sliding_window": 8, "tie_word_embeddings": True,
@@ -153,7 +158,7 @@ RENAMED = {
     "shared_expert.": "shared_experts.",
 }
 """Parts of names in transformers, and those of a step."""
-GEMMAS = ("gemma2", "gemma3")
+GEMMAS = ("gemma2", "gemma3", "gemma-embedding")
 ARCHITECTURES = {
     "gemma3_text": "gemma3",
     "olmo3": "olmo2",
@@ -268,6 +273,8 @@ def write_gguf(
     architecture = ARCHITECTURES.get(config.model_type, config.model_type)
     if architecture == "nemotron_h" and "moe" in config.layers_block_type:
         architecture = "nemotron_h_moe"
+    if getattr(config, "use_bidirectional_attention", None) is True:
+        architecture = "gemma-embedding"
     writer = gguf.GGUFWriter(file, architecture, split_max_tensors=part_tensors)
     values = _plain_keys(config, architecture, drop)
     if architecture in gguf_hybrids.MODELS:
@@ -366,6 +373,8 @@ def _plain_keys(config, architecture, drop):
             value = getattr(config, "moe_layer_start_index", None)
         if value is None and name == "head_dim":
             value = config.hidden_size // config.num_attention_heads
+        if architecture == "gemma-embedding" and name == "sliding_window":  # transformers has halved it
+            value = (value - 1) * 2
         if value is not None and key not in drop and not (key.startswith("expert") and architecture in UNMIXED):
             values[f"{architecture}.{key}"] = value
     return values

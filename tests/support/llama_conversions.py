@@ -34,6 +34,7 @@ MORE_CASES = {
         CASES["granite_hybrid, dense"][1] | {"layer_types": ["full_attention"] * 3, "num_experts_per_tok": 0},
     ),
     "nemotron_h, dense": CASES["nemotron_h"],
+    "gemma3, embedding": ("Gemma3", CASES["gemma3"][1] | {"use_bidirectional_attention": True, "sliding_window": 20}),
 }
 GRANITE = {"mamba_proj_bias": False, "intermediate_size": 40}
 NEMOTRON = {"mamba_num_heads": 8, "use_bias": False, "mlp_bias": False, "max_position_embeddings": 2**20}
@@ -76,6 +77,7 @@ CONVERSIONS = {
     "ministral3": {"rope_parameters": CASES["ministral3"][1]["rope_parameters"] | {"mscale_all_dim": 1.0}},
     "gemma2": {"query_pre_attn_scalar": 8},
     "gemma3": {"num_hidden_layers": 6, "query_pre_attn_scalar": 8, "layer_types": None},
+    "gemma3, embedding": {"num_hidden_layers": 6, "query_pre_attn_scalar": 8, "layer_types": None},
     "qwen3_moe": {"mlp_only_layers": [], "use_sliding_window": False, "norm_topk_prob": True},
     "qwen3_next": {"mlp_only_layers": []},
     "granite_hybrid": {"max_position_embeddings": 2**20},
@@ -180,6 +182,9 @@ def make_configuration(name, folder):
             config["n_groups"] = own["n_groups"]
     with safetensors.safe_open(folder / "model.safetensors", "np") as file:
         shapes = {key: file.get_slice(key).get_shape() for key in sorted(file.keys())}
+    if name == "gemma3, embedding":  # saved without a head
+        config["architectures"] = ["Gemma3TextModel"]
+        shapes = {key.removeprefix("model."): shape for key, shape in shapes.items()}
     if family.startswith("Qwen3") and "linear_attention" in config.get("layer_types", ()):  # as a layer that attends
         of_layer = {key: shape for key, shape in shapes.items() if key.startswith("model.layers.1.")}
         shapes |= {key.replace("model.layers.1", "mtp.layers.0"): shape for key, shape in of_layer.items()}

@@ -103,7 +103,7 @@ HUGGING_FACE = {
     "ssm.group_count": "head", "ssm.inner_size": "head", "ssm.time_step_rank": "head",
 }  # fmt: skip
 """The words that an error may say instead."""
-WINDOWED = ("llama", "phi3", "olmo2", "gemma2", "gemma3", "gpt-oss", "exaone4", "cohere2", "gemma4")
+WINDOWED = ("llama", "phi3", "olmo2", "gemma2", "gemma3", "gpt-oss", "exaone4", "cohere2", "gemma4", "gemma-embedding")
 OF_WINDOWS = {
     "attention.key_length_swa", "attention.sliding_window_pattern", "attention.value_length_swa", "rope.freq_base_swa",
     "rope.dimension_count_swa",

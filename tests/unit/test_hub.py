@@ -21,8 +21,11 @@ PARTS = tuple(f"Q8_0/m-Q8_0-0000{number}-of-00003.gguf" for number in (1, 2, 3))
 SHARDS = {"model-1.safetensors": b"one", "model-2.safetensors": b"two"}
 INDEX = {"model.safetensors.index.json": json.dumps({"weight_map": dict(zip("ab", SHARDS, strict=True))}).encode()}
 BLOOM = json.dumps(json.loads(DEMO["config.json"]) | {"architectures": ["BloomForCausalLM"]}).encode()
+MODULES = dict.fromkeys(("modules.json", "1_Pooling/config.json", "2_Dense/config.json"), b"{}")
+MODULES |= {"2_Dense/model.safetensors": b"weights", "config_sentence_transformers.json": b"{}"}
 REPOSITORIES = {
     "org/demo": DEMO | OTHERS,
+    "org/embedding": DEMO | OTHERS | MODULES,
     "org/shards": TEXT | INDEX | SHARDS | OTHERS,
     "org/a-shard-short": TEXT | INDEX | {"model-1.safetensors": b"one"},
     "org/bloom": DEMO | {"config.json": BLOOM},
@@ -73,6 +76,11 @@ def test_a_checkpoint_is_fetched_once_and_only_what_it_needs(hub):
     hub.requests.clear()
     assert open_source("org/demo").folder == source.folder
     assert not hub.requests
+
+
+def test_what_says_how_a_model_embeds_is_fetched_too(hub):
+    located("org/embedding")
+    assert fetched(hub) == {*DEMO, *MODULES}
 
 
 def test_shards_are_those_of_the_index(hub):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterable, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 from paged_kv.arguments import printable
@@ -23,6 +24,11 @@ DEFAULT_TAG = "Q4_K_M"
 _CONFIG = "config.json"
 _SMALL = (_CONFIG, "generation_config.json", TOKENIZER, "tokenizer_config.json", "chat_template.jinja", INDEX_FILE)
 """The files that a model has besides its weights."""
+_OF_EMBEDDINGS = (
+    *("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
+    *("[0-9]_*/config.json", "[0-9]_Dense/model.safetensors"),
+)
+"""Patterns of the files that say how a model embeds texts."""
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w.-]+)?")
 _TAG = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q|TQ)\d\w*|BF16|F16|F32|MXFP4\w*)$", re.IGNORECASE)
 _PART = re.compile(r"-(\d{5})-of-(\d{5})$")
@@ -69,7 +75,7 @@ def _downloaded(name: str) -> Path:
     try:
         siblings = HfApi().model_info(repository, files_metadata=True).siblings or ()
         sizes = {file.rfilename: file.size or 0 for file in siblings}
-        small = [file for file in _SMALL if file in sizes]
+        small = [file for file in sizes if any(fnmatch(file, each) for each in (*_SMALL, *_OF_EMBEDDINGS))]
         snapshot = Path(constants.HF_HUB_CACHE)
         if small:
             snapshot = Path(snapshot_download(repository, allow_patterns=small))

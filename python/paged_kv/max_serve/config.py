@@ -91,4 +91,7 @@ def _source(model: MAXModelConfig, described: dict[str, Any]) -> Source:
         several = ": name one with --weight-path" if any(file.suffix == ".gguf" for file in files) else ""
         raise CheckpointError(f"{model.model_path}: weights: expected safetensors files or one GGUF file{several}")
     fields = Fields(Path(f"{model.model_path}/config.json"), described)
-    return source_of(config_of(described, fields.file), fields, open_files(files))
+    config = config_of(described, fields.file)
+    if not config.causal:
+        raise fields.error("use_bidirectional_attention", "expected false of a model that generates")
+    return source_of(config, fields, open_files(files))
