@@ -156,10 +156,11 @@ def window_lengths(inputs: DecodeInputs[np.ndarray, Any], after: int) -> np.ndar
     """For each token of a step the tokens before the end of its window, `[T]` int32: those up to it and `after`
     more, as far as its request has them.
     """
-    new = np.diff(inputs.row_offsets.astype(np.int64))
-    cached = inputs.cache_lengths.astype(np.int64)
-    positions = np.arange(len(inputs.tokens)) - np.repeat(inputs.row_offsets[:-1].astype(np.int64) - cached, new)
-    return np.minimum(positions + 1 + after, np.repeat(cached + new, new)).astype(np.int32)
+    offsets, cached = inputs.row_offsets.astype(np.int64), inputs.cache_lengths.astype(np.int64)
+    starts, new = offsets[:-1], offsets[1:] - offsets[:-1]
+    positions = np.arange(len(inputs.tokens)) - np.repeat(starts - cached, new)
+    ends: np.ndarray = np.minimum(positions + 1 + after, np.repeat(cached + new, new)).astype(np.int32)
+    return ends
 
 
 def page_table(pages: Sequence[Sequence[int]], width: int | None = None) -> np.ndarray:

@@ -75,8 +75,8 @@ class StepRows:
     def of_rows(self, rows: TensorValue) -> StepRows:
         """Some rows, `[N]` int32."""
         ends = None if self.window_lengths is None else paged.take_rows(self.window_lengths, rows)
-        taken = (paged.take_rows(x, rows) for x in (self.batch, self.positions, self.lengths))
-        return StepRows(*taken, window_lengths=ends)
+        batch, positions, lengths = (paged.take_rows(x, rows) for x in (self.batch, self.positions, self.lengths))
+        return StepRows(batch, positions, lengths, window_lengths=ends)
 
     def attend(
         self,

@@ -17,7 +17,7 @@ from paged_kv.engine.demo_model import FOLDER
 from paged_kv.errors import ContractError
 from paged_kv.serve.application import application
 from paged_kv.serve.embedding_backend import EmbeddingBackend
-from paged_kv.serve.embedding_launch import serve_embeddings
+from paged_kv.serve.embedding_launch import embedding_server
 from paged_kv.serve.metrics import Metrics
 from paged_kv.serve.served_model import ServedModel
 from paged_kv.serve.settings import Settings
@@ -210,4 +210,4 @@ def test_each_server_has_one_use(ranker):
 
 def test_options_of_generation_are_refused():
     with pytest.raises(ContractError, match="--speculate: requires a model that generates texts, got --task embed"):
-        serve_embeddings(Settings(FOLDER, "demo", speculate="lookup"), open_source(FOLDER), "embed")
+        embedding_server(Settings(FOLDER, "demo", speculate="lookup"), open_source(FOLDER), "embed")

@@ -39,7 +39,7 @@ _ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
     "Identity": lambda x: x,
     "Tanh": np.tanh,
     "ReLU": lambda x: np.maximum(x, 0),
-    "Sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "Sigmoid": lambda x: np.asarray(1 / (1 + np.exp(-x)), np.float32),
 }
 _CLASSIFIER, _BASE = "ForSequenceClassification", "Model"
 """Ends of the names of architectures without a head of their own."""

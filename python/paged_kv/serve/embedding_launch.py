@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import socket
+
+from starlette.applications import Starlette
 
 from paged_kv.arguments import printable
 from paged_kv.checkpoint.embedding_files import EmbeddingRecipe, Task, open_embedding
@@ -13,6 +16,7 @@ from paged_kv.checkpoint.weights import progress_bar
 from paged_kv.engine.embedding import MOST_TEXTS, TextEncoder, embedder_of
 from paged_kv.errors import ContractError
 from paged_kv.output import say
+from paged_kv.serve.access_rules import AccessRules
 from paged_kv.serve.address import listening_sockets
 from paged_kv.serve.application import application
 from paged_kv.serve.embedding_backend import EmbeddingBackend
@@ -25,10 +29,10 @@ _OF_GENERATION = ("cache_dtype", "cache_rotation", "pages", "memory_gb", "kv_dis
 """Settings of models that generate texts."""
 
 
-def serve_embeddings(settings: Settings, source: Source, task: Task) -> None:
-    """Serves until a signal ends it. Raises as `launch.serve`."""
-    from paged_kv.serve.launch import listen
-
+def embedding_server(
+    settings: Settings, source: Source, task: Task
+) -> tuple[Starlette, AccessRules, list[socket.socket], ServedModel]:
+    """The application, who may use it, where it listens, and its model. Raises as `launch.serve`."""
     for name in (*_OF_GENERATION, *(["profile"] if settings.profile else [])):
         if getattr(settings, name) is not None:
             raise ContractError(f"--{name.replace('_', '-')}: requires a model that generates texts, got --task {task}")
@@ -36,8 +40,8 @@ def serve_embeddings(settings: Settings, source: Source, task: Task) -> None:
     dtype = dtype_of(source, settings.dtype)
     encoder = TextEncoder(source, recipe, settings.max_length)
     rules = settings.rules(encoder.max_length)
-    names = {"aliases": settings.aliases, "encoder": encoder}
-    model = ServedModel(source, settings.name, encoder.max_length, **names)
+    most = encoder.max_length
+    model = ServedModel(source, settings.name, most, aliases=settings.aliases, encoder=encoder)
     sockets = listening_sockets(settings.host, settings.port)
     os.environ.pop(API_KEY, None)
     pooled = f"pooled by {recipe.pooling}, {encoder.size} numbers a text" if task == "embed" else "scores of documents"
@@ -49,7 +53,7 @@ def serve_embeddings(settings: Settings, source: Source, task: Task) -> None:
         embedder = embedder_of(source, encoder, dtype, settings.max_step_tokens, on_progress)
     backend = EmbeddingBackend(embedder, settings.stall_seconds)
     app = application(model, backend, Metrics(settings.name, backend), strict=settings.strict)
-    listen(app, rules, sockets, settings, model)
+    return app, rules, sockets, model
 
 
 def ready_request(model: ServedModel) -> tuple[str, str]:

@@ -57,7 +57,7 @@ def read_rerank(body: BodyFields, model: ServedModel) -> Exchange:
     documents = body.any("documents")
     if not _is_list_of(documents, (str, dict)):
         raise body.error("documents", f"expected a list of texts or of objects with a text, got {shown(documents)}")
-    texts = [each.get("text") if isinstance(each, dict) else each for each in documents]
+    texts: list[Any] = [each.get("text") if isinstance(each, dict) else each for each in documents]
     top = body.integer("top_n", len(texts), 1, 2**31 - 1)
     with_documents = body.flag("return_documents", True)
     tokens = _pairs(body, model, "query", body.text("query"), "documents", texts)

@@ -26,7 +26,7 @@ from paged_kv.serve.access_rules import AccessRules
 from paged_kv.serve.address import listening_sockets, url_of
 from paged_kv.serve.application import application
 from paged_kv.serve.connections import GuardedServer
-from paged_kv.serve.embedding_launch import ready_request, serve_embeddings
+from paged_kv.serve.embedding_launch import embedding_server, ready_request
 from paged_kv.serve.loading import EngineSetup, set_up
 from paged_kv.serve.local_backend import LocalBackend
 from paged_kv.serve.metrics import Metrics
@@ -51,7 +51,8 @@ def serve(settings: Settings) -> None:
     settings.check()
     source = open_source(settings.model)
     if (task := settings.task or task_of(source)) != "generate":
-        serve_embeddings(settings, source, task)
+        app, rules, sockets, model = embedding_server(settings, source, task)
+        listen(app, rules, sockets, settings, model)
         return
     setup = set_up(settings)
     rules = settings.rules(setup.size.max_length)
