@@ -15,13 +15,14 @@ from paged_kv.checkpoint.source import open_source
 from paged_kv.engine import load_embedder
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.errors import ContractError
+from paged_kv.serve import embedding_backend
 from paged_kv.serve.application import application
 from paged_kv.serve.embedding_backend import EmbeddingBackend
 from paged_kv.serve.embedding_launch import embedding_server
 from paged_kv.serve.metrics import Metrics
 from paged_kv.serve.served_model import ServedModel
 from paged_kv.serve.settings import Settings
-from support.embedding_models import DOCUMENTS, QUERY, TEXTS, make_embedding, make_reranker
+from support.embedding_models import DOCUMENTS, QUERY, TEXTS, expected_vectors, make_embedding, make_reranker
 from support.served import served
 
 
@@ -155,6 +156,24 @@ def test_a_step_that_fails_is_an_error_of_its_requests(server, monkeypatch):
     assert server.post("/v1/embeddings", input="tea")[0] == 200
     assert server.http.get("/health").status_code == 200
     assert 'request_success_total{finished_reason="stop",model_name="small"}' in server.http.get("/metrics").text
+
+
+def test_more_texts_than_may_wait_are_busy(server, monkeypatch):
+    monkeypatch.setattr(embedding_backend, "MOST_WAITING", 2)
+    assert server.post("/v1/embeddings", input=TEXTS)[0] == 429
+    assert server.post("/v1/embeddings", input=TEXTS[:2])[0] == 200
+
+
+def test_the_server_of_a_folder(tmp_path):
+    model = make_embedding(tmp_path, "qwen3, last")
+    settings = Settings(tmp_path, "small", port=0, dtype="float32")
+    app, rules, sockets, _ = embedding_server(settings, open_source(tmp_path), "embed")
+    for each in sockets:
+        each.close()
+    assert rules.max_body_bytes == 8 << 20
+    answer = TestClient(app, base_url="http://localhost").post("/v1/embeddings", json={"input": TEXTS}).json()
+    rows = [each["embedding"] for each in answer["data"]]
+    np.testing.assert_allclose(rows, expected_vectors(tmp_path, "qwen3, last", model, TEXTS), rtol=0, atol=1e-4)
 
 
 REFUSED = {

@@ -118,7 +118,7 @@ class Reply:
             if exchange.stream:
                 await self._send_events(send, exchange.end(), last=True)
             else:
-                await _send_whole(send, 200, json.dumps(exchange.whole()).encode(), self._headers)
+                await _send_whole(send, 200, await _written_whole(exchange), self._headers)
         except Exception as error:
             status, message, headers = _answer_of(error)
             body = _error_body(error, status, message, self._errors)
@@ -181,6 +181,13 @@ class Reply:
 def _written(event: Event, named: bool) -> bytes:
     data = json.dumps(event, separators=(",", ":"))
     return (f"event: {event['type']}\ndata: {data}\n\n" if named else f"data: {data}\n\n").encode()
+
+
+async def _written_whole(exchange: Exchange) -> bytes:
+    def written() -> bytes:
+        return json.dumps(exchange.whole()).encode()
+
+    return await asyncio.to_thread(written) if exchange.LONG_ANSWER else written()
 
 
 async def _left(receive: Receive) -> None:

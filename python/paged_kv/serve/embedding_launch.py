@@ -27,6 +27,8 @@ from paged_kv.serve.settings import API_KEY, Settings
 
 _OF_GENERATION = ("cache_dtype", "cache_rotation", "pages", "memory_gb", "kv_disk", "speculate", "chat_template")
 """Settings of models that generate texts."""
+REQUEST_TOKENS = 1 << 19
+"""Tokens of the texts of one request, for which a body has room: 8 MiB."""
 
 
 def embedding_server(
@@ -39,7 +41,7 @@ def embedding_server(
     source, recipe = open_embedding(source, task)
     dtype = dtype_of(source, settings.dtype)
     encoder = TextEncoder(source, recipe, settings.max_length)
-    rules = settings.rules(encoder.max_length)
+    rules = settings.rules(max(encoder.max_length, REQUEST_TOKENS))
     most = encoder.max_length
     model = ServedModel(source, settings.name, most, aliases=settings.aliases, encoder=encoder)
     sockets = listening_sockets(settings.host, settings.port)

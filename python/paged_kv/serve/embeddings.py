@@ -130,6 +130,8 @@ def _check_length(body: BodyFields, name: str, text: Any, encoder: TextEncoder) 
 class _OfTexts(Exchange):
     """The answer to a request whose jobs each give one vector."""
 
+    LONG_ANSWER = True
+
     def __init__(self, tokens: Sequence[tuple[int, ...]], model: ServedModel) -> None:
         super().__init__([Job(each, _SAMPLING) for each in tokens], stream=False)
         self.model = model

@@ -46,6 +46,9 @@ class Exchange(ABC):
     NAMED_EVENTS: ClassVar[bool] = False
     """True if each event has the name that its `type` says; else the stream ends with `[DONE]`, as OpenAI's does."""
 
+    LONG_ANSWER: ClassVar[bool] = False
+    """True if the whole answer is written in a thread: it may have millions of numbers."""
+
     def __init__(self, jobs: Sequence[Job], *, stream: bool) -> None:
         self.jobs, self.stream = tuple(jobs), stream
         self.usage = Usage(sum(len(job.tokens) for job in self.jobs))
