@@ -43,10 +43,7 @@ class EmbeddingBackend:
         self._waiting.append((job.tokens, future))
         if self._worker is None or self._worker.done():
             self._worker = asyncio.ensure_future(self._work())
-        try:
-            yield [Piece(0, (), "", "stop", None, vector=await future)]
-        finally:
-            future.cancel()  # of a client that has left: its text is passed over
+        yield [Piece(0, (), "", "stop", None, vector=await future)]  # a client that leaves cancels the future too
 
     async def _work(self) -> None:
         """Steps, until no text waits."""

@@ -13,7 +13,7 @@ from paged_kv.arguments import printable
 from paged_kv.checkpoint.embedding_files import EmbeddingRecipe, Task, open_embedding
 from paged_kv.checkpoint.source import Source
 from paged_kv.checkpoint.weights import progress_bar
-from paged_kv.engine.embedding import MOST_TEXTS, TextEncoder, embedder_of
+from paged_kv.engine.embedding import MOST_TEXTS, STEP_TOKENS, TextEncoder, embedder_of
 from paged_kv.errors import ContractError
 from paged_kv.output import say
 from paged_kv.serve.access_rules import AccessRules
@@ -50,9 +50,10 @@ def embedding_server(
     say(f"model: {printable(settings.model)}, {dtype.name}: {pooled}, {encoder.max_length} tokens at most")
     if isinstance(recipe, EmbeddingRecipe) and recipe.prompts:
         say(f"prompts: {printable(', '.join(recipe.prompts))}")
-    say(f"steps: {settings.max_step_tokens} tokens and {MOST_TEXTS} texts at most")
+    step_tokens = max(settings.max_step_tokens, STEP_TOKENS)  # smaller steps take a third more time a text
+    say(f"steps: {step_tokens} tokens and {MOST_TEXTS} texts at most")
     with progress_bar("weights") as on_progress:
-        embedder = embedder_of(source, encoder, dtype, settings.max_step_tokens, on_progress)
+        embedder = embedder_of(source, encoder, dtype, step_tokens, on_progress)
     backend = EmbeddingBackend(embedder, settings.stall_seconds)
     app = application(model, backend, Metrics(settings.name, backend), strict=settings.strict)
     return app, rules, sockets, model
