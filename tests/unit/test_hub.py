@@ -21,8 +21,10 @@ PARTS = tuple(f"Q8_0/m-Q8_0-0000{number}-of-00003.gguf" for number in (1, 2, 3))
 SHARDS = {"model-1.safetensors": b"one", "model-2.safetensors": b"two"}
 INDEX = {"model.safetensors.index.json": json.dumps({"weight_map": dict(zip("ab", SHARDS, strict=True))}).encode()}
 BLOOM = json.dumps(json.loads(DEMO["config.json"]) | {"architectures": ["BloomForCausalLM"]}).encode()
-MODULES = dict.fromkeys(("modules.json", "1_Pooling/config.json", "2_Dense/config.json"), b"{}")
-MODULES |= {"2_Dense/model.safetensors": b"weights", "config_sentence_transformers.json": b"{}"}
+MODULES = {
+    name: name.encode()
+    for name in ("modules.json", "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors")
+}
 REPOSITORIES = {
     "org/demo": DEMO | OTHERS,
     "org/embedding": DEMO | OTHERS | MODULES,
