@@ -25,7 +25,10 @@ from paged_kv.serve.metrics import Metrics
 from paged_kv.serve.served_model import ServedModel
 from paged_kv.serve.settings import API_KEY, Settings
 
-_OF_GENERATION = ("cache_dtype", "cache_rotation", "pages", "memory_gb", "kv_disk", "speculate", "chat_template")
+_OF_GENERATION = (
+    *("cache_dtype", "cache_rotation", "pages", "memory_gb", "kv_disk", "speculate", "chat_template"),
+    *("profile", "lora", "lora_loading"),
+)
 """Settings of models that generate texts."""
 REQUEST_TOKENS = 1 << 19
 """Tokens of the texts of one request, for which a body has room: 8 MiB."""
@@ -35,8 +38,8 @@ def embedding_server(
     settings: Settings, source: Source, task: Task
 ) -> tuple[Starlette, AccessRules, list[socket.socket], ServedModel]:
     """The application, who may use it, where it listens, and its model. Raises as `launch.serve`."""
-    for name in (*_OF_GENERATION, *(["profile"] if settings.profile else [])):
-        if getattr(settings, name) is not None:
+    for name in _OF_GENERATION:
+        if getattr(settings, name) not in (None, False, ()):
             raise ContractError(f"--{name.replace('_', '-')}: requires a model that generates texts, got --task {task}")
     source, recipe = open_embedding(source, task)
     dtype = dtype_of(source, settings.dtype)
