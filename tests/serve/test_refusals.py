@@ -129,7 +129,7 @@ def test_another_model_and_another_route_are_not_found(server):
         ("POST", COMPLETIONS, {"model": "other", "prompt": "x"}),
         ("POST", CHAT, user(model="other")),
         ("GET", "/v1/models/other", None),
-        ("GET", "/v1/embeddings", None),
+        ("GET", "/v1/files", None),
     ):
         answer = server.http.request(method, path, json=body)
         assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")

@@ -82,7 +82,7 @@ class DraftLayer:
         rows = np.arange(len(tokens), dtype=np.int32)
         logits, states = self._run([[token] for token in tokens], cache_lengths, pages, hidden, rows)
         if self._tokens is not None:
-            of_model = np.full((len(tokens), self._vocab_size), LEAST_LOGIT)
+            of_model = np.full((len(tokens), self._vocab_size), LEAST_LOGIT, np.float32)
             of_model[:, self._tokens] = logits
             logits = of_model
         return logits, states
