@@ -241,13 +241,17 @@ def main(asked):
 
 
 def write(file, parts):
-    """JSON with a line for each key of its parts."""
+    """JSON with a beginning for each key of its parts, and as many entries in a line as fit."""
     lines = []
     for key, value in parts.items():
         if isinstance(value, dict):
-            compact = {name: json.dumps(each, separators=(",", ":")) for name, each in value.items()}
-            entries = [f"  {json.dumps(name)}: {each}" for name, each in compact.items()]
-            lines.append(f' "{key}": {{\n' + ",\n".join(entries) + "\n }")
+            rows = [" "]
+            for name, each in value.items():
+                entry = f" {json.dumps(name)}: {json.dumps(each, separators=(',', ':'))},"
+                if len(rows[-1]) > 1 and len(rows[-1] + entry) > 120:
+                    rows.append(" ")
+                rows[-1] += entry
+            lines.append(f' "{key}": {{\n' + "\n".join(rows)[:-1] + "\n }")
         else:
             lines.append(f' "{key}": {json.dumps(value)}')
     file.parent.mkdir(exist_ok=True)
