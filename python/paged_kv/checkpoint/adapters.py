@@ -13,17 +13,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
-from safetensors import safe_open
 
 from paged_kv.arguments import printable
 from paged_kv.checkpoint.config import checkpoint_path
 from paged_kv.checkpoint.file_errors import file_errors
+from paged_kv.checkpoint.gguf import GgufCheckpoint, rows_of_halves
 from paged_kv.checkpoint.gguf_families import find_family
-from paged_kv.checkpoint.gguf_header import GgufHeader, read_header
-from paged_kv.checkpoint.weights import DTYPES, StoredTensor, open_files
+from paged_kv.checkpoint.gguf_header import read_header
+from paged_kv.checkpoint.weights import StoredTensor, open_files
 from paged_kv.errors import CheckpointError
 from paged_kv.graphs.models.adapters import adaptable_layers
 from paged_kv.graphs.models.config import DecoderConfig
@@ -41,7 +40,6 @@ _UNSUPPORTED = (
 """Keys of PEFT's configuration that say that the adapter is more than A and B, unless they are empty."""
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 """Ways of beginning to train an adapter that leave the model's own weights as they are."""
-_FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 Floats = npt.NDArray[np.float32]
 
 
@@ -105,11 +103,11 @@ def _read_peft(
     alphas = _Alphas.read(fields)
     if not (folder / WEIGHTS_FILE).is_file():
         raise CheckpointError(f"{folder}: {WEIGHTS_FILE} is missing")
-    tensors = open_files([folder / WEIGHTS_FILE]).tensors
+    adapter = open_files([folder / WEIGHTS_FILE])
     sizes = adaptable_layers(config)
     pairs: dict[str, dict[str, StoredTensor]] = {}
     theirs: dict[str, str] = {}
-    for name, stored in tensors.items():
+    for name, stored in adapter.tensors.items():
         match = _TENSOR.fullmatch(name)
         layer = None if match is None else _step_name(match[1], names, sizes)
         if match is None or layer is None:
@@ -121,13 +119,10 @@ def _read_peft(
         if len(pair) < 2:
             (one,) = pair.values()
             raise CheckpointError(f"{one.file}: tensor {printable(one.name)}: its other half is missing")
-        for stored in pair.values():
-            if stored.dtype not in DTYPES:
-                problem = f"expected dtype {', '.join(DTYPES)}, got {stored.dtype}"
-                raise CheckpointError(f"{stored.file}: tensor {printable(stored.name)}: {problem}")
         a, b = pair["A"], pair["B"]
         rank = _rank(f"{a.file}: tensor {printable(a.name)}", a.shape, b.shape, sizes[layer])
-        yield layer, (_values(a), _values(b) * np.float32(alphas.scale(theirs[layer], rank)))
+        a_values, b_values = (adapter.load_tensor(stored.name, stored.shape) for stored in (a, b))
+        yield layer, (a_values, b_values * np.float32(alphas.scale(theirs[layer], rank)))
 
 
 def _step_name(name: str, names: Mapping[str, str], sizes: Mapping[str, tuple[int, int]]) -> str | None:
@@ -173,7 +168,7 @@ def _read_gguf(file: Path, config: DecoderConfig) -> Iterator[tuple[str, tuple[F
         raise CheckpointError(f"{file}: adapter.lora.alpha: expected a number, got {printable(alpha)}")
     if "adapter.alora.invocation_tokens" in header.metadata:
         raise CheckpointError(f"{file}: adapter.alora.invocation_tokens: not supported: an adapter sees every token")
-    family, rest = find_family(header), set(header.tensors)
+    adapter, family, rest = GgufCheckpoint(header), find_family(header), set(header.tensors)
     for layer, (rows, columns) in adaptable_layers(config).items():
         if config.is_recurrent(int(layer.split(".")[2])):  # the converter may have reordered its heads
             continue
@@ -185,31 +180,17 @@ def _read_gguf(file: Path, config: DecoderConfig) -> Iterator[tuple[str, tuple[F
         if not rest & set(halves):
             continue
         rest -= set(halves)
-        a, b = (_gguf_values(header, name) for name in halves)
+        missing = next((name for name in halves if name not in header.tensors), None)
+        if missing is not None:
+            raise CheckpointError(f"{file}: tensor {printable(missing)} is missing")
+        a, b = (adapter.load_tensor(name, (-1, -1)) for name in halves)
         rank = _rank(f"{file}: tensor {stem}", a.shape, b.shape, (rows, columns))
         if family.rotates_neighbours and layer.endswith((".q_proj", ".k_proj")):
-            half = config.head_dim // 2
-            b = b.reshape(-1, half, 2, rank).swapaxes(1, 2).reshape(b.shape)
-        yield layer, (a, np.ascontiguousarray(b) * np.float32(alpha / rank))
+            b = rows_of_halves(b, config.head_dim)
+        yield layer, (a, b * np.float32(alpha / rank))
     if rest:
         problem = "no linear layer of the model's decoder: an adapter changes these alone"
         raise CheckpointError(f"{file}: tensor {printable(min(rest))}: {problem}")
-
-
-def _gguf_values(header: GgufHeader, name: str) -> Floats:
-    tensor = header.tensors.get(name)
-    if tensor is None:
-        raise CheckpointError(f"{header.file}: tensor {printable(name)} is missing")
-    if tensor.encoding not in _FLOATS or len(tensor.shape) != 2:
-        problem = f"expected a matrix in {', '.join(_FLOATS)}, got {tensor.encoding} of shape {list(tensor.shape)}"
-        raise CheckpointError(f"{header.file}: tensor {printable(name)}: {problem}")
-    return tensor.data.view(_FLOATS[tensor.encoding]).reshape(tensor.shape).astype(np.float32)
-
-
-def _values(stored: StoredTensor) -> Floats:
-    with safe_open(stored.file, framework="np", backend="pread") as opened:
-        values: Floats = opened.get_tensor(stored.name).astype(np.float32)
-    return values
 
 
 def _rank(origin: str, a: tuple[int, ...], b: tuple[int, ...], size: tuple[int, int]) -> int:

@@ -186,8 +186,8 @@ def open_embedding(source: Source, task: Task | None = None) -> tuple[Source, Re
 def _headless(source: Source, *names: str) -> Source:
     """The source as its step without a head reads it: without those tensors, and without `lm_head`."""
     config = replace(source.config, tie_word_embeddings=True, head_bias=False)
-    kept = expected_tensors(config)
-    config = replace(config, encodings=tuple(each for each in config.encodings if each[0] in kept))
+    expected = expected_tensors(config)
+    config = replace(config, encodings=tuple(each for each in config.encodings if each[0] in expected))
     checkpoint = source.checkpoint
     if isinstance(checkpoint, GgufCheckpoint):
         header = checkpoint.header

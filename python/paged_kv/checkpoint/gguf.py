@@ -276,8 +276,7 @@ class GgufCheckpoint:
         layer = name.rpartition(".")[0]
         if not find_family(self.header).rotates_neighbours or not layer.endswith((".q_proj", ".k_proj")):
             return data
-        half = config.head_dim // 2
-        return np.ascontiguousarray(data.reshape(-1, half, 2, data[0].size).swapaxes(1, 2)).reshape(data.shape)
+        return rows_of_halves(data, config.head_dim)
 
     def _floats(self, name: str, tensor: GgufTensor, dtype: DType, config: DecoderConfig) -> np.ndarray:
         # One row an element where the tensor is a vector, for `_rows`.
@@ -294,6 +293,12 @@ class GgufCheckpoint:
                 raise CheckpointError(f"{self.header.file}: tensor {tensor.name}: expected numbers below zero")
         with np.errstate(over="ignore"):  # a float16 that overflows to infinity is what the cast means
             return np.ascontiguousarray(values.astype(numpy_dtype(dtype), copy=False))
+
+
+def rows_of_halves(data: npt.NDArray[Any], head_dim: int) -> npt.NDArray[Any]:
+    """Rows of heads `[H * head_dim, n]` whose rotated pairs are adjacent, with the first of each pair in one half."""
+    pairs = data.reshape(-1, head_dim // 2, 2, data[0].size)
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(data.shape)
 
 
 def _is_folded(name: str, stored: tuple[int, ...], expected: tuple[int, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""A conversation with a model in this process: what was said, and the engine that goes on with it."""
+"""A conversation with a model in this process: its messages, and the engine that computes the answers."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ChatSession:
         if tools is not None:
             self._format.check_tools(tools, "auto")
         self.messages: list[dict[str, Any]] = []
-        """What was said, as OpenAI's API has it, without the system message."""
+        """The messages, as OpenAI's API has them, without the system message."""
         self._first = 0
         self.calls: list[ToolCall] = []
         """The calls of the last answer, which wait for their results."""
@@ -90,7 +90,7 @@ class ChatSession:
         return {"model": self.model.name, "messages": messages} | ({"tools": self.tools} if self.tools else {})
 
     def clear(self) -> None:
-        """Forgets what was said; the system message remains."""
+        """Forgets all messages but the system message."""
         self.messages, self._first, self.counts = [], 0, None
 
     def ask(self, text: str) -> None:

@@ -21,7 +21,7 @@ from paged_kv.serve.client_tools import ToolCall
 _QUOTES = '"""'
 _CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\n"), ord("\t")})
 """Characters by which a text could move the cursor, or more."""
-_HELP = """/clear        forget what was said
+_HELP = """/clear        forget the conversation
 /system TEXT  set the system message; without TEXT show it
 /save FILE    write the conversation, as a request to /v1/chat/completions
 /stats        tokens and times of the last answer, and pages
@@ -101,7 +101,7 @@ class ChatTerminal:
             raise
 
     def _answer(self) -> None:
-        """Prints the model's next message. Ctrl-C ends it; what has come remains said."""
+        """Prints the model's next message. Ctrl-C ends it; what has come is a part of the conversation."""
         session, last, end = self._session, None, ""
         try:
             with closing(session.answer()) as deltas:

@@ -1,7 +1,7 @@
 """The LoRA adapters of a model: which are loaded, their weights in stacks, and the step that adds them.
 
-The step is read from its graph anew when an adapter is loaded or its weights are dropped (0.3 s for 30 layers), beside
-the steps that run, so no option says how many adapters there will be, of which rank, and of which layers. A step
+The step is read from its graph anew when an adapter is loaded or its weights are dropped (0.3 s for 30 layers), while
+other steps run, so no option says how many adapters there will be, of which rank, and of which layers. A step
 without rows of adapters is the model's own.
 """
 

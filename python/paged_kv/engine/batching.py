@@ -175,7 +175,9 @@ class Batching:
         return count
 
     def _draft(self, batch: Batch, room: int) -> None:
-        """Adds drafted tokens to samples that decode: at most `room` rows, and as many as free pages hold."""
+        """Adds drafted tokens to samples that decode: at most `room`, the tokens that the step may still take,
+        and as many as free pages hold.
+        """
         places = [
             at
             for at, (sample, new) in enumerate(batch)

@@ -139,7 +139,7 @@ class TextEncoder:
         """Tokens that fit the model, cut to `most` before the `last` ones."""
         if most is not None and len(tokens) > most:
             if most <= last:
-                raise ContractError(f"{name}: expected room for more than the {last} last tokens, got {most}")
+                raise ContractError(f"{name}: expected more than {last} tokens, those that end a text, got {most}")
             tokens = [*tokens[: most - last], *tokens[len(tokens) - last :]]
         if len(tokens) > self.max_length:
             raise ContractError(f"{name}: expected at most {self.max_length} tokens, got {len(tokens)}; or truncate it")

@@ -61,7 +61,7 @@ class EngineModel(PagedModel, Protocol):
 
 @runtime_checkable
 class AdaptedModel(Protocol):
-    """The interface to a model beside that, for requests with adapters."""
+    """The further interface to a model, for requests with adapters."""
 
     @property
     def adapters(self) -> Adapters:

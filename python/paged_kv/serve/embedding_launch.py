@@ -31,7 +31,7 @@ _OF_GENERATION = (
 )
 """Settings of models that generate texts."""
 REQUEST_TOKENS = 1 << 19
-"""Tokens of the texts of one request, for which a body has room: 8 MiB."""
+"""Tokens of the texts of one request at most: a body of 8 MiB."""
 
 
 def embedding_server(

@@ -109,7 +109,7 @@ class ServedModel:
         self.name, self.config = name, source.config
         self.names = tuple(dict.fromkeys((name, *aliases)))
         self.store: AdapterStore | None = None
-        """The adapters, which are served beside the model; None where there are none."""
+        """The adapters, each served under its name; None where there are none."""
         self.adapter: str | None = None
         """The name of the one that a request asks for."""
         self.most_samples = most_samples
