@@ -14,6 +14,7 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tokenizers
 from tokenizers.models import BPE
 
@@ -21,6 +22,7 @@ from paged_kv.arguments import printable, shown
 from paged_kv.checkpoint.end_tokens import END_TEXTS, end_tokens
 from paged_kv.checkpoint.file_errors import file_errors
 from paged_kv.checkpoint.gguf_header import GgufHeader, Strings
+from paged_kv.checkpoint.gguf_merges import merges_by_score
 from paged_kv.checkpoint.gguf_splits import SPLITS
 from paged_kv.errors import CheckpointError
 
@@ -68,8 +70,7 @@ def end_texts(header: GgufHeader) -> dict[str, int]:
     if not isinstance(tokens, Strings):
         return {}
     by_bytes = {text.encode(): text for text in END_TEXTS}
-    there = by_bytes.keys() & set(tokens.all)
-    return {by_bytes[raw]: index for index, raw in enumerate(tokens.all) if raw in there} if there else {}
+    return {by_bytes[raw]: index for index, raw in enumerate(tokens.all) if raw in by_bytes}
 
 
 def make_tokenizer(header: GgufHeader) -> tokenizers.Tokenizer:
@@ -95,8 +96,8 @@ class _Vocabulary:
             raise self._error("model", self.kind, kinds)
         self.tokens = self._tokens()
         self.types = self._types()
-        # Empty tokens stand for ids that nothing gives.
-        self.ids = {token: index for index, token in enumerate(self.tokens) if token}
+        self.ids = dict(zip(self.tokens, range(len(self.tokens)), strict=True))
+        self.ids.pop("", None)  # empty tokens stand for ids that nothing gives
         self.ends = frozenset(end_tokens(self.ids))
 
     def tokenizer(self) -> tokenizers.Tokenizer:
@@ -129,12 +130,10 @@ class _Vocabulary:
         bytes_only = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
         merges = self._merges()
         # What is not used in the file is no token elsewhere, unless it is made all the same.
-        merged = {token for pair in merges for token in (*pair, "".join(pair))}
-        vocabulary = {
-            token: index
-            for token, index in self.ids.items()
-            if self.types[index] != _UNUSED or index in self.ends or token in merged
-        }
+        unused = {self.tokens[index] for index in self._of_types(_UNUSED) if index not in self.ends}
+        if unused:
+            unused.difference_update(token for pair in merges for token in (*pair, "".join(pair)))
+        vocabulary = {token: index for token, index in self.ids.items() if token not in unused}
         steps = {
             "normalizer": {"type": "NFC"} if split.composed else None,
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, bytes_only]},
@@ -148,7 +147,7 @@ class _Vocabulary:
         bytes_there = sum(name in self.ids for name in all_bytes)
         unknown = self._id("unknown_token_id")
         if unknown is None:
-            unknown = next((index for index, kind in enumerate(self.types) if kind == _UNKNOWN), None)
+            unknown = next(iter(self._of_types(_UNKNOWN)), None)
         if bytes_there not in (0, 256):
             raise self._error("tokens", bytes_there, "tokens for all of 256 bytes or for none")
         if bytes_there == 0 and unknown is None:
@@ -189,6 +188,8 @@ class _Vocabulary:
         for index, raw in enumerate(strings.all):
             if len(raw) > _LONGEST_TOKEN:
                 raise self._error(f"tokens[{index}]", len(raw), f"at most {_LONGEST_TOKEN} bytes")
+        if len(set(tokens)) == len(tokens):
+            return tokens
         before = set[str]()
         for index, token in enumerate(tokens):
             if token and token in before:
@@ -196,14 +197,18 @@ class _Vocabulary:
             before.add(token)
         return tokens
 
-    def _types(self) -> list[int]:
+    def _types(self) -> npt.NDArray[np.int64]:
         stored = self._numbers("token_type", "iu")
         if stored is None:
-            return [_NORMAL] * len(self.tokens)
+            return np.full(len(self.tokens), _NORMAL)
         if not np.all((stored >= 0) & (stored <= _BYTE)):
             raise self._error("token_type", int(stored[(stored < 0) | (stored > _BYTE)][0]), f"0 to {_BYTE}")
-        types: list[int] = stored.tolist()
-        return types
+        return stored.astype(np.int64)
+
+    def _of_types(self, *kinds: int) -> list[int]:
+        """The tokens of these types."""
+        indices: list[int] = np.flatnonzero(np.isin(self.types, kinds)).tolist()
+        return indices
 
     def _merges(self) -> list[tuple[str, str]]:
         strings = self._value("merges")
@@ -214,12 +219,13 @@ class _Vocabulary:
         if strings.count > most:
             raise self._error("merges", strings.count, f"at most {most}, the ways to make the tokens")
         merges: dict[tuple[str, str], None] = {}
+        ids = self.ids
         for index, text in enumerate(self._texts("merges", strings)):
             at = text.find(" ", 1)
             pair = text[:at], text[at + 1 :]
             if at > 0 and " " in pair[1]:  # no text has it: a space is another character there
                 continue
-            if at < 0 or any(part not in self.ids for part in (*pair, "".join(pair))):
+            if at < 0 or pair[0] not in ids or pair[1] not in ids or "".join(pair) not in ids:
                 raise self._error(f"merges[{index}]", text, "two tokens that make a third")
             if pair in merges:
                 raise self._error(f"merges[{index}]", text, "a merge that is not there before")
@@ -227,41 +233,26 @@ class _Vocabulary:
         return list(merges)
 
     def _merges_by_score(self) -> list[tuple[str, str]]:
-        """All ways to make a token of two; the best score first. Of one token's, and of equal scores, first what has
-        the longer left part, then the longer right part, as transformers orders them.
-        """
         scores = self._numbers("scores", "fi")
         if scores is None:
             scores = np.zeros(len(self.tokens), np.float64)
         if not np.isfinite(scores).all():
             raise self._error("scores", float(scores[~np.isfinite(scores)][0]), "finite numbers")
-        merges: list[tuple[float, int, int, int, int]] = []
-        ids, tokens = self.ids, self.tokens
-        for token, kind, score in zip(tokens, self.types, scores.tolist(), strict=True):
-            if kind in (_UNKNOWN, _CONTROL, _BYTE):  # a text never becomes one of these
-                continue
-            for cut in range(1, len(token)):
-                left = ids.get(token[:cut])
-                if left is not None:
-                    right = ids.get(token[cut:])
-                    if right is not None:
-                        merges.append((-score, -cut, cut - len(token), left, right))
-        # Python's sort keeps the order of equals: that of the tokens.
-        merges.sort(key=lambda merge: merge[:3])
-        return [(tokens[left], tokens[right]) for *_, left, right in merges]
+        # A text never becomes one of the others.
+        return merges_by_score(self.tokens, scores, ~np.isin(self.types, (_UNKNOWN, _CONTROL, _BYTE)))
 
     def _added(self) -> Iterator[tokenizers.AddedToken]:
         """The tokens that a text is cut at, before anything else: those that end a text are, whatever their types."""
         kinds = (_CONTROL, _USER_DEFINED, *([] if self.kind == "gpt2" else [_UNKNOWN]))
         # Phi-3's own tokenizer drops the space after these; a GGUF file has no word for that.
         phi3 = self.kind == "llama" and self._header.metadata.get("general.architecture") == "phi3"
-        for index, (kind, token) in enumerate(zip(self.types, self.tokens, strict=True)):
-            if token and (kind in kinds or index in self.ends):
+        for index in sorted({*self._of_types(*kinds), *self.ends}):
+            if token := self.tokens[index]:
                 yield tokenizers.AddedToken(
                     token,
                     rstrip=phi3 and token not in ("<unk>", "<s>", "<|endoftext|>"),
                     normalized=False,
-                    special=kind != _USER_DEFINED or index in self.ends,
+                    special=bool(self.types[index] != _USER_DEFINED) or index in self.ends,
                 )
 
     def _ends(self, begins: bool) -> Json | None:
