@@ -322,4 +322,4 @@ def _scales(blocks: npt.NDArray[np.uint8], encoding: Encoding) -> Iterator[npt.N
         parts = blocks[:, -8:].copy().view("<u2") >> 12 << np.arange(0, 16, 4, dtype=np.uint16)
         yield np.bitwise_or.reduce(parts, axis=1, dtype=np.uint16).view(np.float16)
     for at in TABLE[encoding].scales:
-        yield blocks[:, at : at + 2].copy().view("<f2")[:, 0]
+        yield blocks[:, at : at + 2].view("<f2")[:, 0]
