@@ -2,12 +2,15 @@
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as Library
 
+from paged_kv.checkpoint.source import open_source
 from paged_kv.engine.demo import BOS_ID, EOS_ID, byte_tokenizer
+from paged_kv.engine.demo_model import FOLDER
 from paged_kv.engine.tokenizer import Tokenizer
 from paged_kv.errors import ContractError, ContractTypeError
 from support.checkpoints import read_config
@@ -180,6 +183,18 @@ def test_a_vocabulary_larger_than_the_model_is_refused(tmp_path):
     assert save(tmp_path, byte_tokenizer(), vocab_size=259)
     message = "vocabulary mismatch: token ids go up to 258, but vocab_size is 258"
     refused(save, tmp_path, byte_tokenizer(), vocab_size=258, match=message)
+
+
+def test_a_folders_tokenizer_is_read_once(monkeypatch):
+    """Its configuration needs it too, for the tokens that end a text."""
+    files = []
+    monkeypatch.setattr("paged_kv.checkpoint.tokenizer_file.check_file", lambda _, file: files.append(file))
+    source = open_source(FOLDER)
+    tokenizer = Tokenizer(source, source.config)
+    assert files == [FOLDER / "tokenizer.json"]
+    assert tokenizer.encode("a text") == Tokenizer(FOLDER, source.config).encode("a text")
+    smaller = replace(source, config=replace(source.config, vocab_size=258))
+    refused(smaller.tokenizer, match="token ids go up to 2047, but vocab_size is 258 in config.json")
 
 
 def with_post_processor(folder, ids, tokens=("<s>",)):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import tokenizers
 
 from paged_kv.arguments import printable
 from paged_kv.checkpoint.end_tokens import end_tokens
@@ -52,11 +54,15 @@ def checkpoint_folder(folder: Path | str) -> Path:
     return path
 
 
-def load_config(folder: Path | str) -> DecoderConfig:
+def load_config(folder: Path | str, read: Callable[[Path], tokenizers.Tokenizer] = read_tokenizer) -> DecoderConfig:
     """The model that a folder's `config.json` describes, with the end-of-sequence tokens of `generation_config.json`.
 
     Where there are none, those of `config.json` end a text, and those that `tokenizer.json` adds to its vocabulary and
     that are known by their texts.
+
+    Args:
+        folder: The checkpoint.
+        read: Reads `tokenizer.json` where it is needed, as `read_tokenizer` does.
 
     Raises:
         CheckpointError: the folder or the file is missing, or a field is missing, of a wrong type or of a value
@@ -71,7 +77,7 @@ def load_config(folder: Path | str) -> DecoderConfig:
     tokenizer_file = fields.file.with_name(TOKENIZER)
     if not tokenizer_file.is_file():
         return config
-    added = read_tokenizer(tokenizer_file).get_added_tokens_decoder()
+    added = read(tokenizer_file).get_added_tokens_decoder()
     ids = {token.content: number for number, token in added.items() if number < config.vocab_size}
     return replace(config, eos_token_ids=end_tokens(ids, config.eos_token_ids))
 

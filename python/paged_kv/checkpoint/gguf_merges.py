@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paged_kv.errors import CheckpointError
-
 Indices = npt.NDArray[np.int64]
 _BASE = 0x9E3779B97F4A7C15
 """The hash of a text is the sum of (code + 1) * _BASE^i over its characters, i from 1 on, modulo 2^64."""
@@ -30,7 +28,7 @@ def merges_by_score(
         is_made: `[V]`, the tokens that are made by merges.
 
     Raises:
-        CheckpointError: two texts have one hash, which only texts made for this have.
+        ValueError: two texts have one hash, which only texts made for this have.
     """
     lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))
     starts = np.cumsum(lengths) - lengths
@@ -45,13 +43,14 @@ def merges_by_score(
     token, left_size, left = (each[left >= 0] for each in (token, left_size, left))
     right = table.find(starts[token] + left_size, lengths[token] - left_size)
     token, left, right = (each[right >= 0] for each in (token, left, right))
-    place = np.cumsum(np.diff(scores[token], prepend=np.inf) != 0)
+    place = np.zeros(len(token), np.int64)
+    np.cumsum(scores[token[1:]] != scores[token[:-1]], out=place[1:])
     sizes = 65536 - lengths[left] << 16 | 65536 - lengths[right]
     order = np.argsort(place << 34 | sizes, kind="stable")
     # Where two texts had one hash, a pair would make another token, whose pair it is too, or none: `BPE` refuses that.
     both = np.sort(left * len(tokens) + right)
     if np.any(both[1:] == both[:-1]):
-        raise CheckpointError("two texts of tokens have one hash")
+        raise ValueError("two texts of tokens have one hash")
     texts = np.array(tokens, object)
     return list(zip(texts[left[order]].tolist(), texts[right[order]].tolist(), strict=True))
 

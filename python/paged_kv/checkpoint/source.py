@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from paged_kv.checkpoint.gguf import Dequantise, GgufCheckpoint, find_gguf, open
 from paged_kv.checkpoint.gguf_tokenizer import has_vocabulary, make_tokenizer
 from paged_kv.checkpoint.hub import located
 from paged_kv.checkpoint.packing import read_packing
-from paged_kv.checkpoint.tokenizer_file import TOKENIZER, read_tokenizer
+from paged_kv.checkpoint.tokenizer_file import TOKENIZER, check_vocabulary, read_tokenizer
 from paged_kv.checkpoint.weights import Checkpoint, OnProgress, check_layers, open_checkpoint
 from paged_kv.graphs.models import find_family
 from paged_kv.graphs.models.config import DecoderConfig
@@ -32,6 +32,8 @@ class Source:
     """Its folder, where its tokenizer lies too."""
     config: DecoderConfig
     checkpoint: Checkpoint | GgufCheckpoint
+    read_already: tokenizers.Tokenizer | None = field(default=None, repr=False, compare=False)
+    """The folder's tokenizer.json, where the configuration needed it: a large one takes a second to read."""
 
     def tokenizer(self) -> tuple[tokenizers.Tokenizer, Path]:
         """The folder's tokenizer.json; of a GGUF file without one, a tokenizer of its vocabulary. And the file that it
@@ -45,7 +47,11 @@ class Source:
             header = self.checkpoint.header
             if has_vocabulary(header):
                 return make_tokenizer(header), header.file
-        return read_tokenizer(file, self.config.vocab_size), file
+        if self.read_already is None:
+            return read_tokenizer(file, self.config.vocab_size), file
+        with file_errors(file):
+            check_vocabulary(self.read_already, file, self.config.vocab_size)
+        return self.read_already, file
 
     def sampling(self, readable: Mapping[str, tuple[str, float, float]]) -> dict[str, float]:
         """Return how tokens are chosen where a request does not say it: as `load_sampling`; GGUF has no words for it.
@@ -101,8 +107,15 @@ def open_source(path: Path | str) -> Source:
         has_safetensors = path.is_dir() and any(path.glob("*.safetensors"))
         file = None if has_safetensors else find_gguf(path)
         if file is None:
-            config = load_config(checkpoint_folder(path))
-            return source_of(config, Fields.read(path / "config.json"), open_checkpoint(path))
+            tokenizer: list[tokenizers.Tokenizer] = []
+
+            def read(file: Path) -> tokenizers.Tokenizer:
+                tokenizer.append(read_tokenizer(file))
+                return tokenizer[0]
+
+            config = load_config(checkpoint_folder(path), read)
+            source = source_of(config, Fields.read(path / "config.json"), open_checkpoint(path))
+            return replace(source, read_already=tokenizer[0]) if tokenizer else source
         return gguf_source(file)
 
 

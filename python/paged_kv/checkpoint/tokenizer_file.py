@@ -34,11 +34,16 @@ def read_tokenizer(file: Path, vocab_size: int | None = None) -> tokenizers.Toke
         tokenizer.no_padding()
         check_made(tokenizer, file)
         if vocab_size is not None:
-            _check_vocabulary(tokenizer, file, vocab_size)
+            check_vocabulary(tokenizer, file, vocab_size)
         return tokenizer
 
 
-def _check_vocabulary(tokenizer: tokenizers.Tokenizer, file: Path, vocab_size: int) -> None:
+def check_vocabulary(tokenizer: tokenizers.Tokenizer, file: Path, vocab_size: int) -> None:
+    """Refuses a tokenizer with tokens that a model with embeddings of `vocab_size` tokens has none for.
+
+    Raises:
+        CheckpointError: it has such a token, or a very long one.
+    """
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     largest, longest = max(vocabulary.values(), default=-1), max(map(len, vocabulary), default=0)
     if longest > LONGEST_TOKEN:
