@@ -60,7 +60,10 @@ class _HashTable:
 
     def __init__(self, text: str, starts: Indices, lengths: Indices) -> None:
         codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
-        powers, self._inverse = (_powers(base, len(text) + 1) for base in (_BASE, pow(_BASE, -1, 1 << 64)))
+        powers, self._inverse = (
+            np.cumprod(np.append(np.uint64(1), np.full(len(text), base, np.uint64)))
+            for base in (_BASE, pow(_BASE, -1, 1 << 64))
+        )
         self._sums = np.zeros(len(text) + 1, np.uint64)
         np.cumsum((codes + np.uint64(1)) * powers[1:], out=self._sums[1:])
         bits = 3 + len(starts).bit_length()
@@ -93,10 +96,3 @@ class _HashTable:
 
     def _first_slot(self, hashes: npt.NDArray[np.uint64]) -> Indices:
         return (hashes >> self._shift).astype(np.int64)
-
-
-def _powers(base: int, count: int) -> npt.NDArray[np.uint64]:
-    """1, base, base^2, ..., modulo 2^64."""
-    powers = np.full(count, base, np.uint64)
-    powers[0] = 1
-    return np.cumprod(powers, dtype=np.uint64)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -32,8 +33,8 @@ class Source:
     """Its folder, where its tokenizer lies too."""
     config: DecoderConfig
     checkpoint: Checkpoint | GgufCheckpoint
-    read_already: tokenizers.Tokenizer | None = field(default=None, repr=False, compare=False)
-    """The folder's tokenizer.json, where the configuration needed it: a large one takes a second to read."""
+    reader: Callable[[Path], tokenizers.Tokenizer] = field(default=read_tokenizer, repr=False, compare=False)
+    """Reads tokenizer.json, which takes a second where it is large: a folder's configuration may have read it."""
 
     def tokenizer(self) -> tuple[tokenizers.Tokenizer, Path]:
         """The folder's tokenizer.json; of a GGUF file without one, a tokenizer of its vocabulary. And the file that it
@@ -47,11 +48,9 @@ class Source:
             header = self.checkpoint.header
             if has_vocabulary(header):
                 return make_tokenizer(header), header.file
-        if self.read_already is None:
-            return read_tokenizer(file, self.config.vocab_size), file
-        with file_errors(file):
-            check_vocabulary(self.read_already, file, self.config.vocab_size)
-        return self.read_already, file
+        tokenizer = self.reader(file)
+        check_vocabulary(tokenizer, file, self.config.vocab_size)
+        return tokenizer, file
 
     def sampling(self, readable: Mapping[str, tuple[str, float, float]]) -> dict[str, float]:
         """Return how tokens are chosen where a request does not say it: as `load_sampling`; GGUF has no words for it.
@@ -107,15 +106,10 @@ def open_source(path: Path | str) -> Source:
         has_safetensors = path.is_dir() and any(path.glob("*.safetensors"))
         file = None if has_safetensors else find_gguf(path)
         if file is None:
-            tokenizer: list[tokenizers.Tokenizer] = []
-
-            def read(file: Path) -> tokenizers.Tokenizer:
-                tokenizer.append(read_tokenizer(file))
-                return tokenizer[0]
-
-            config = load_config(checkpoint_folder(path), read)
+            reader = cache(read_tokenizer)
+            config = load_config(checkpoint_folder(path), reader)
             source = source_of(config, Fields.read(path / "config.json"), open_checkpoint(path))
-            return replace(source, read_already=tokenizer[0]) if tokenizer else source
+            return replace(source, reader=reader)
         return gguf_source(file)
 
 
