@@ -71,7 +71,7 @@ class _HashTable:
         self._slots = np.full(1 << bits, -1, np.int64)
         self._hashes = self._hash(starts, lengths)
         waiting = np.flatnonzero(lengths)
-        slot = self._first_slot(self._hashes[waiting])
+        slot = (self._hashes[waiting] >> self._shift).astype(np.int64)
         while len(waiting):
             free = self._slots[slot] < 0
             self._slots[slot[free]] = waiting[free]
@@ -82,7 +82,7 @@ class _HashTable:
         """The index of a listed text with the hash of `size` characters from `start` on; -1 where there is none."""
         keys = self._hash(start, size)
         indices = np.full(len(keys), -1)
-        waiting, slot = np.arange(len(keys)), self._first_slot(keys)
+        waiting, slot = np.arange(len(keys)), (keys >> self._shift).astype(np.int64)
         while len(waiting):
             listed = self._slots[slot]
             same = (listed >= 0) & (self._hashes[listed] == keys[waiting])
@@ -93,6 +93,3 @@ class _HashTable:
 
     def _hash(self, start: Indices, size: Indices) -> npt.NDArray[np.uint64]:
         return (self._sums[start + size] - self._sums[start]) * self._inverse[start]
-
-    def _first_slot(self, hashes: npt.NDArray[np.uint64]) -> Indices:
-        return (hashes >> self._shift).astype(np.int64)

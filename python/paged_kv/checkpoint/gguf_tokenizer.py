@@ -219,13 +219,12 @@ class _Vocabulary:
         if strings.count > most:
             raise self._error("merges", strings.count, f"at most {most}, the ways to make the tokens")
         merges: dict[tuple[str, str], None] = {}
-        ids = self.ids
         for index, text in enumerate(self._texts("merges", strings)):
             at = text.find(" ", 1)
             pair = text[:at], text[at + 1 :]
             if at > 0 and " " in pair[1]:  # no text has it: a space is another character there
                 continue
-            if at < 0 or pair[0] not in ids or pair[1] not in ids or "".join(pair) not in ids:
+            if at < 0 or pair[0] not in self.ids or pair[1] not in self.ids or "".join(pair) not in self.ids:
                 raise self._error(f"merges[{index}]", text, "two tokens that make a third")
             if pair in merges:
                 raise self._error(f"merges[{index}]", text, "a merge that is not there before")
