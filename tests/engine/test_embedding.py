@@ -25,6 +25,8 @@ from support.embedding_models import (
     expected_vectors,
     make_embedding,
     make_reranker,
+    modules,
+    tokens_of,
 )
 
 CLOSE = {"rtol": 0, "atol": 1e-4}
@@ -41,7 +43,7 @@ def loaded(folder, **options) -> Embedder:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """The folder and the model of a case, made once."""
+    """The folder of a case and the vectors that texts must have, made once."""
     made = {}
 
     def make(name):
@@ -55,105 +57,90 @@ def folders(tmp_path_factory):
 
 @pytest.mark.parametrize("name", CASES)
 def test_vectors_are_those_of_transformers(folders, name):
-    folder, model = folders(name)
+    folder, expected = folders(name)
     embedder = loaded(folder)
     got = embedder.embed(TEXTS)
-    np.testing.assert_allclose(got, expected_vectors(folder, name, model, TEXTS), **CLOSE)
+    np.testing.assert_allclose(got, expected(TEXTS), **CLOSE)
     assert got.shape == (len(TEXTS), embedder.size)
     np.testing.assert_array_equal(embedder.embed(TEXTS[::-1]), got[::-1])  # other steps, the same vectors
 
 
 def test_any_decoder_embeds_by_its_last_token(tmp_path):
     model = make_checkpoint(tmp_path, family="Llama")
-    embedder = loaded(tmp_path, task="embed")
     tokens = [list(range(70, 70 + length)) for length in (3, 160, 1)]
-    with torch.no_grad():
-        rows = torch.stack([model.model(torch.tensor([each])).last_hidden_state[0, -1] for each in tokens])
-    np.testing.assert_allclose(embedder.embed(tokens), rows / rows.norm(dim=1, keepdim=True), **CLOSE)
+    got = loaded(tmp_path, task="embed").embed(tokens)
+    np.testing.assert_allclose(got, expected_vectors(model.model, tokens), **CLOSE)
     with pytest.raises(CheckpointError, match="expected a model that embeds or ranks texts"):
         load_embedder(tmp_path)
 
 
 def test_prompts_sizes_and_cut_texts(folders):
-    folder, _ = folders(LAST)
+    folder, expected = folders(LAST)
     embedder = loaded(folder)
-    prompted, written = embedder.embed(["tea"], prompt_name="query"), embedder.embed([PROMPTS["query"] + "tea"])
-    np.testing.assert_array_equal(prompted, written)
-    small = written[:, :16]
-    np.testing.assert_allclose(embedder.embed(["search: tea"], dimensions=16), small / np.linalg.norm(small), rtol=1e-6)
+    prompted = expected([PROMPTS["query"] + "tea"])
+    np.testing.assert_allclose(embedder.embed(["tea"], prompt_name="query"), prompted, **CLOSE)
+    small = prompted[:, :16] / np.linalg.norm(prompted[:, :16])
+    np.testing.assert_allclose(embedder.embed(["tea"], prompt_name="query", dimensions=16), small, **CLOSE)
     long = "tea " * 100
-    cut = embedder.embed([long], truncate=True)
-    np.testing.assert_array_equal(cut, embedder.embed([embedder.encoder.tokenizer.encode(long)[:300]]))
-    documents = embedder.embed(DOCUMENTS)
-    np.testing.assert_allclose(
-        embedder.score(QUERY, DOCUMENTS), documents @ embedder.embed([QUERY], prompt_name="query")[0], atol=1e-6
-    )
+    np.testing.assert_allclose(embedder.embed([long], truncate=True), expected([long[:299]]), **CLOSE)  # and a BOS
+    scores = expected(DOCUMENTS) @ expected([PROMPTS["query"] + QUERY])[0]
+    np.testing.assert_allclose(embedder.score(QUERY, DOCUMENTS), scores, **CLOSE)
 
 
 def test_a_cut_text_keeps_its_end_token(folders):
     folder, _ = folders("mistral, end token, last")
     encoder = loaded(folder).encoder
     tokens = encoder.text("text", "tea " * 100, most=9)
-    assert len(tokens) == 9
     assert tokens == (*encoder.text("text", "tea " * 100, most=300)[:8], encoder.text("text", "tea")[-1])
 
 
-@pytest.mark.parametrize("classifier", [False, True])
-def test_scores_are_those_of_the_published_prompt(tmp_path, classifier):
-    model = make_reranker(tmp_path, classifier=classifier)
-    embedder = loaded(tmp_path, task=None if classifier else "rerank")
+@pytest.mark.parametrize("form", ["classifier", "yes and no", "tokens of modules.json"])
+def test_scores_are_those_of_the_published_prompt(tmp_path, form):
+    model = make_reranker(tmp_path, classifier=form == "classifier")
+    if form == "tokens of modules.json":
+        (tmp_path / "1_LogitScore").mkdir()
+        (tmp_path / "1_LogitScore/config.json").write_text(json.dumps({"true_token_id": 259, "false_token_id": 260}))
+        (tmp_path / "modules.json").write_text(json.dumps(modules({"": "Transformer", "1_LogitScore": "LogitScore"})))
+    embedder = loaded(tmp_path, task="rerank" if form == "yes and no" else None)
     np.testing.assert_allclose(embedder.score(QUERY, DOCUMENTS), expected_scores(tmp_path, model), **CLOSE)
     with pytest.raises(ContractError, match="embed: expected a model that embeds"):
         embedder.embed(TEXTS)
 
 
-def test_tokens_that_modules_name_are_compared(tmp_path):
-    model = make_reranker(tmp_path)
-    (tmp_path / "1_LogitScore").mkdir()
-    (tmp_path / "1_LogitScore/config.json").write_text(json.dumps({"true_token_id": 259, "false_token_id": 260}))
-    types = [("", "base.modules.transformer.Transformer"), ("1_LogitScore", "cross_encoder.modules.LogitScore")]
-    listed = [{"path": path, "type": f"sentence_transformers.{kind}"} for path, kind in types]
-    (tmp_path / "modules.json").write_text(json.dumps(listed))
-    np.testing.assert_allclose(loaded(tmp_path).score(QUERY, DOCUMENTS), expected_scores(tmp_path, model), **CLOSE)
+@pytest.mark.parametrize(
+    ("architecture", "pooling", "expected_pooling"),
+    [("qwen3", 1, "mean_tokens"), ("qwen3", 2, "cls_token"), ("qwen3", 3, "lasttoken"),
+     ("gemma-embedding", 1, "mean_tokens")],
+)  # fmt: skip
+def test_a_gguf_file_names_its_pooling(tmp_path, architecture, pooling, expected_pooling):
+    model = gguf_files.make_model(architecture)
+    dense = [layer[0] for layer in dense_layers(256)] if architecture == "gemma-embedding" else []
+    for layer in dense:
+        layer.bias = None
+    tensors = {f"dense_{index}.weight": layer.weight.detach().numpy() for index, layer in enumerate(dense, 2)}
+    got = of_gguf(tmp_path, model, architecture, pooling, tensors).embed(TEXTS)
+    expected = expected_vectors(model.model, tokens_of(tmp_path, TEXTS), expected_pooling, dense)
+    np.testing.assert_allclose(got, expected, **CLOSE)
 
 
-@pytest.mark.parametrize("pooling", [1, 2, 3, 4])
-def test_a_gguf_file_names_its_pooling(tmp_path, pooling):
+def test_a_gguf_file_that_ranks(tmp_path):
     model = gguf_files.make_model("qwen3")
     head = np.random.default_rng(0).standard_normal((2, 256)).astype(np.float32) / 16
-    more = {"more_tensors": {"cls.output.weight": head}} if pooling == 4 else {}
-    embedder = of_gguf(tmp_path, model, "qwen3", pooling, **more)
-    if pooling == 4:
-        tokens = [embedder.encoder.pair("documents", QUERY, each) for each in DOCUMENTS]
-        expected = [torch.softmax(torch.from_numpy(head) @ each[-1], 0)[0] for each in hidden_states(model, tokens)]
-        np.testing.assert_allclose(embedder.score(QUERY, DOCUMENTS), expected, **CLOSE)
-        return
-    hidden = hidden_states(model, [embedder.encoder.text("text", each) for each in TEXTS])
-    rows = torch.stack([{1: each.mean(0), 2: each[0], 3: each[-1]}[pooling] for each in hidden])
-    np.testing.assert_allclose(embedder.embed(TEXTS), rows / rows.norm(dim=1, keepdim=True), **CLOSE)
+    embedder = of_gguf(tmp_path, model, "qwen3", 4, {"cls.output.weight": head})
+    tokens = embedder.encoder.pairs("documents", QUERY, DOCUMENTS)
+    with torch.no_grad():
+        hidden = [model.model(torch.tensor([each])).last_hidden_state[0, -1] for each in tokens]
+    expected = torch.softmax(torch.stack(hidden) @ torch.from_numpy(head.T), 1)[:, 0]
+    np.testing.assert_allclose(embedder.score(QUERY, DOCUMENTS), expected, **CLOSE)
 
 
-def test_embedding_gemma_in_gguf(tmp_path):
-    model = gguf_files.make_model("gemma-embedding")
-    dense = [layer[0].weight.detach().numpy() for layer, _ in dense_layers(256)]
-    tensors = {f"dense_{index}.weight": weight for index, weight in zip((2, 3), dense, strict=True)}
-    embedder = of_gguf(tmp_path, model, "gemma-embedding", 1, more_tensors=tensors)
-    hidden = hidden_states(model, [embedder.encoder.text("text", each) for each in TEXTS])
-    rows = torch.stack([each.mean(0) for each in hidden]).numpy() @ dense[0].T @ dense[1].T
-    np.testing.assert_allclose(embedder.embed(TEXTS), rows / np.linalg.norm(rows, axis=1, keepdims=True), **CLOSE)
-
-
-def of_gguf(folder, model, architecture, pooling, **options):
+def of_gguf(folder, model, architecture, pooling, tensors):
     """The embedder of a GGUF file of a model, with a tokenizer of bytes."""
     metadata = {f"{architecture}.pooling_type": pooling}
-    gguf_files.write_gguf(folder / "model.gguf", model, lambda _: "F32", metadata=metadata, **options)
+    file = folder / "model.gguf"
+    gguf_files.write_gguf(file, model, lambda _: "F32", metadata=metadata, more_tensors=tensors)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
-    return loaded(folder / "model.gguf")
-
-
-def hidden_states(model, tokens):
-    with torch.no_grad():
-        return [model.model(torch.tensor([each])).last_hidden_state[0] for each in tokens]
+    return loaded(file)
 
 
 REFUSED = {
@@ -177,23 +164,18 @@ def test_bad_texts_are_refused(folders, name):
         call(loaded(folders(LAST)[0]))
 
 
+POOLING, DENSE = "1_Pooling/config.json", "2_Dense/config.json"
+BOTH = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}
+MISH = {"in_features": 48, "out_features": 96, "activation_function": "torch.nn.Mish"}
 FILES = {
-    "module": ("modules.json", [{"path": "", "type": "a.SpladePooling"}], "type: expected Transformer, .*'SpladePool"),
-    "outside": ("modules.json", [{"path": "../x", "type": "a.Pooling"}], "path: expected a folder below its own"),
+    "module": ("modules.json", modules({"": "SpladePooling"}), "type: expected Transformer or .*'SpladePooling'"),
+    "outside": ("modules.json", modules({"../x": "Pooling"}), "path: expected a folder below its own"),
     "no list": ("modules.json", {"path": ""}, "expected a list of modules with type and path"),
-    "pooling": ("1_Pooling/config.json", {"pooling_mode": "max"}, "pooling_mode: expected lasttoken or mean or cls"),
-    "two": (
-        "1_Pooling/config.json",
-        {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True},
-        "pooling_mode: expected lasttoken or mean or cls",
-    ),
-    "prompts": ("1_Pooling/config.json", {"include_prompt": False}, "include_prompt: expected true"),
-    "activation": (
-        "2_Dense/config.json",
-        {"in_features": 48, "out_features": 96, "activation_function": "torch.nn.Mish"},
-        "activation_function: expected one of Identity",
-    ),
-    "width": ("2_Dense/config.json", {"in_features": 47, "out_features": 96}, "in_features: expected 48, got 47"),
+    "pooling": (POOLING, {"pooling_mode": "max"}, 'pooling_mode: expected "lasttoken" or "mean" or "cls"'),
+    "two": (POOLING, BOTH, 'pooling_mode: expected "lasttoken" or "mean" or "cls"'),
+    "prompts": (POOLING, {"include_prompt": False}, "include_prompt: expected true"),
+    "activation": (DENSE, MISH, 'activation_function: expected "Identity" or'),
+    "width": (DENSE, MISH | {"in_features": 47}, "in_features: expected 48, got 47"),
     "default": ("config_sentence_transformers.json", {"default_prompt_name": "x"}, "default_prompt_name: expected one"),
     "lower": ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case: not supported"),
 }
@@ -223,22 +205,20 @@ def test_a_model_that_sees_both_ways_generates_nothing(folders):
 
 
 def test_the_command_prints_vectors_and_scores(folders, tmp_path, capsys):
-    folder, _ = folders(LAST)
-    expected = load_embedder(folder).embed(TEXTS[:3])
-    assert run("embed", "--model", str(folder), *TEXTS[:3]) == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    np.testing.assert_allclose([line["embedding"] for line in lines], expected, rtol=1e-6)
+    folder, expected = folders(LAST)
     (tmp_path / "texts").write_text("\n".join(TEXTS[:3]))
-    files = ("--input", str(tmp_path / "texts"), "--output", str(tmp_path / "rows.npy"))
-    assert run("embed", "--model", str(folder), *files) == 0
-    np.testing.assert_array_equal(np.load(tmp_path / "rows.npy"), expected)
-    assert run("embed", "--model", str(folder), "--query", QUERY, *DOCUMENTS) == 0
+    assert run(folder, *TEXTS[:3]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    np.testing.assert_allclose([line["embedding"] for line in lines], expected(TEXTS[:3]), **CLOSE)
+    assert run(folder, "--input", str(tmp_path / "texts"), "--output", str(tmp_path / "rows.npy")) == 0
+    np.testing.assert_allclose(np.load(tmp_path / "rows.npy"), expected(TEXTS[:3]), **CLOSE)
+    assert run(folder, "--query", QUERY, *DOCUMENTS) == 0
     scores = [json.loads(line)["relevance_score"] for line in capsys.readouterr().out.splitlines()]
     assert scores == sorted(scores, reverse=True)
-    assert run("embed", "--model", str(folder)) == 2
+    assert run(folder) == 2
 
 
-def run(*arguments):
+def run(folder, *arguments):
     with pytest.raises(SystemExit) as ended:
-        main(arguments)
+        main(["embed", "--model", str(folder), *arguments])
     return ended.value.code

@@ -8,96 +8,86 @@ import transformers
 from safetensors.torch import save_file
 
 from paged_kv.engine.demo import EOS_ID
-from support.checkpoints import make_checkpoint, rewrite
+from support.checkpoints import make_checkpoint
 
 TEXTS = ["Paris", "the capital of France is a city " * 4, "x", "water boils " * 9, "öl\n"]
 QUERY, DOCUMENTS = "what boils?", ["water boils " * 20, "stones", "milk"]
-DENSE = ((96, "Tanh", True), (40, "Identity", False))
-"""The width, the activation and whether there is a bias of EmbeddingGemma's kind of dense layers."""
 PROMPTS = {"query": "search: ", "document": ""}
 CASES = {
     "qwen3, last": ("Qwen3", "lasttoken", {"pad_token_id": None}),
     "mistral, end token, last": ("Mistral", "lasttoken", {"eos_token_id": EOS_ID, "sliding_window": None}),
     "gemma3 both ways, mean, dense": (
         "Gemma3",
-        "mean",
+        "mean_tokens",
         {"use_bidirectional_attention": True, "sliding_window": 12, "num_hidden_layers": 3,
          "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
-    "qwen3, first": ("Qwen3", "cls", {}),
+    "qwen3, first": ("Qwen3", "cls_token", {}),
 }  # fmt: skip
+"""The family, sentence-transformers' pooling, and more of transformers' configuration."""
 
 
 def make_embedding(folder, name):
-    """The checkpoint of a case as sentence-transformers has it, and its model without a head."""
+    """The checkpoint of a case as sentence-transformers has it, and the vectors `[n, size]` that texts must have."""
     family, pooling, overrides = CASES[name]
-    decoder = make_checkpoint(folder, family=family, **overrides)
-    model = decoder.model
+    model = make_checkpoint(folder, family=family, **overrides).model
     (folder / "model.safetensors").unlink()
     model.save_pretrained(folder)  # without a head, and without `model.` in the names of tensors
-    modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
-    (folder / "1_Pooling").mkdir()
-    flag = {"lasttoken": "lasttoken", "mean": "mean_tokens", "cls": "cls_token"}[pooling]
-    rewrite_new(folder / "1_Pooling/config.json", word_embedding_dimension=48, **{f"pooling_mode_{flag}": True})
-    if pooling == "mean":
-        for index, (module, _) in enumerate(dense_layers(48)):
-            activation, place = DENSE[index][1], f"{index + 2}_Dense"
-            (folder / place).mkdir()
-            linear = module[0]
-            sizes = {"in_features": linear.in_features, "out_features": linear.out_features}
-            kind = {"Tanh": "torch.nn.modules.activation.Tanh", "Identity": "torch.nn.modules.linear.Identity"}
-            rewrite_new(
-                folder / place / "config.json", **sizes, bias=DENSE[index][2], activation_function=kind[activation]
-            )
-            tensors = {f"linear.{key}": value.contiguous() for key, value in linear.state_dict().items()}
-            save_file(tensors, folder / place / "model.safetensors")
-            modules.append((place, "Dense"))
-    modules.append((f"{len(modules)}_Normalize", "Normalize"))
-    listed = [
-        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for index, (path, kind) in enumerate(modules)
-    ]
-    (folder / "modules.json").write_text(json.dumps(listed))
-    rewrite_new(folder / "config_sentence_transformers.json", prompts=PROMPTS, default_prompt_name=None)
-    rewrite_new(folder / "sentence_bert_config.json", max_seq_length=300, do_lower_case=False)
-    tokens = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "pad_token": "<pad>"}
-    rewrite_new(folder / "tokenizer_config.json", **tokens, add_eos_token="eos_token_id" in overrides)
-    return model
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "pad_token": "<pad>"}
+    files = {
+        "1_Pooling/config.json": {"word_embedding_dimension": 48, f"pooling_mode_{pooling}": True},
+        "config_sentence_transformers.json": {"prompts": PROMPTS, "default_prompt_name": None},
+        "sentence_bert_config.json": {"max_seq_length": 300, "do_lower_case": False},
+        "tokenizer_config.json": names | {"add_eos_token": "eos_token_id" in overrides},
+    }
+    dense = dense_layers(48) if pooling == "mean_tokens" else []
+    kinds = {"": "Transformer", "1_Pooling": "Pooling"}
+    for index, (linear, activation) in enumerate(dense, 2):
+        kinds[f"{index}_Dense"] = "Dense"
+        sizes = {"in_features": linear.in_features, "out_features": linear.out_features}
+        kind = f"{type(activation).__module__}.{type(activation).__name__}"
+        config = sizes | {"bias": linear.bias is not None, "activation_function": kind}
+        files[f"{index}_Dense/config.json"] = config
+        (folder / f"{index}_Dense").mkdir()
+        tensors = {f"linear.{key}": value for key, value in linear.state_dict().items()}
+        save_file(tensors, folder / f"{index}_Dense/model.safetensors")
+    kinds["4_Normalize"] = "Normalize"
+    files["modules.json"] = modules(kinds)
+    for file, values in files.items():
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).write_text(json.dumps(values))
+    end = [EOS_ID] if "eos_token_id" in overrides else []
+    return lambda texts: expected_vectors(model, [each + end for each in tokens_of(folder, texts)], pooling, dense)
 
 
-def rewrite_new(file, **values):
-    """A new file of JSON."""
-    file.write_text("{}")
-    rewrite(file, **values)
+def modules(kinds):
+    """`modules.json`, of modules' kinds by their folders."""
+    return [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds.items()]
 
 
 def dense_layers(size):
-    """The dense layers as modules of torch, and their widths."""
-    generator = torch.Generator().manual_seed(5)
-    layers = []
-    for width, activation, has_bias in DENSE:
-        linear = torch.nn.Linear(size, width, bias=has_bias)
-        with torch.no_grad():
-            for parameter in linear.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) / size**0.5)
-        layers.append((torch.nn.Sequential(linear, getattr(torch.nn, activation)()), width))
-        size = width
-    return layers
+    """The dense layers of EmbeddingGemma's kind."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        first, second = torch.nn.Linear(size, 96), torch.nn.Linear(96, 40, bias=False)
+    return [torch.nn.Sequential(first, torch.nn.Tanh()), torch.nn.Sequential(second, torch.nn.Identity())]
 
 
-def expected_vectors(folder, name, model, texts):
-    """sentence-transformers' recipe written out: the vectors `[n, size]` of texts."""
-    _, pooling, overrides = CASES[name]
+def tokens_of(folder, texts):
+    """The tokens of texts by the folder's `tokenizer.json`."""
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return [tokenizer.encode(text).ids for text in texts]
+
+
+@torch.no_grad()
+def expected_vectors(model, tokens, pooling="lasttoken", dense=()):
+    """sentence-transformers' recipe written out: the vectors `[n, size]` of tokens, of a model without a head."""
     rows = []
-    for text in texts:
-        tokens = tokenizer.encode(text).ids + ([EOS_ID] if "eos_token_id" in overrides else [])
-        with torch.no_grad():
-            hidden = model(torch.tensor([tokens])).last_hidden_state[0]
-        row = {"lasttoken": hidden[-1], "mean": hidden.mean(0), "cls": hidden[0]}[pooling]
-        with torch.no_grad():
-            for module, _ in dense_layers(48) if pooling == "mean" else ():
-                row = module(row)
+    for each in tokens:
+        hidden = model(torch.tensor([each])).last_hidden_state[0]
+        row = {"lasttoken": hidden[-1], "mean_tokens": hidden.mean(0), "cls_token": hidden[0]}[pooling]
+        for layer in dense:
+            row = layer(row)
         rows.append(row / row.norm())
     return torch.stack(rows).numpy()
 
@@ -108,19 +98,19 @@ def make_reranker(folder, *, classifier=False):
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_tokens(["yes", "no"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    if classifier:
-        config = transformers.Qwen3Config.from_pretrained(folder, num_labels=1, pad_token_id=258)
-        ranker = transformers.Qwen3ForSequenceClassification(config).eval()
-        ranker.model.load_state_dict(model.model.state_dict())
-        (folder / "model.safetensors").unlink()
-        ranker.save_pretrained(folder)
-        return ranker
-    return model
+    if not classifier:
+        return model
+    config = transformers.Qwen3Config.from_pretrained(folder, num_labels=1, pad_token_id=258)
+    ranker = transformers.Qwen3ForSequenceClassification(config).eval()
+    ranker.model.load_state_dict(model.model.state_dict())
+    (folder / "model.safetensors").unlink()
+    ranker.save_pretrained(folder)
+    return ranker
 
 
+@torch.no_grad()
 def expected_scores(folder, model):
     """The scores of `DOCUMENTS`, by Qwen3-Reranker's model card: its three pieces of tokens one after the other."""
-    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     before = (
         "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
         'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
@@ -130,12 +120,7 @@ def expected_scores(folder, model):
     scores = []
     for document in DOCUMENTS:
         pair = f"<Instruct>: {instruction}\n<Query>: {QUERY}\n<Document>: {document}"
-        tokens = [token for text in (before, pair, after) for token in tokenizer.encode(text).ids]
-        with torch.no_grad():
-            logits = model(torch.tensor([tokens])).logits[0]
-        if logits.ndim == 1:
-            scores.append(torch.sigmoid(logits)[0])
-        else:
-            answers = [tokenizer.token_to_id("no"), tokenizer.token_to_id("yes")]
-            scores.append(torch.softmax(logits[-1, answers], 0)[1])
+        logits = model(torch.tensor([sum(tokens_of(folder, (before, pair, after)), [])])).logits[0]
+        yes_and_no = logits[-1, 259:] if logits.ndim == 2 else torch.stack([logits[0], torch.zeros(())])
+        scores.append(torch.softmax(yes_and_no, 0)[0])
     return torch.stack(scores).numpy()

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,24 +25,24 @@ from paged_kv.graphs.models.fields import Fields
 from paged_kv.graphs.models.tensors import expected_tensors
 
 Array: TypeAlias = npt.NDArray[np.float32]
+Module: TypeAlias = Callable[[Array], Array]
+"""Takes `[n, in]` and returns `[n, out]` float32."""
 Task = Literal["generate", "embed", "rerank"]
 Pooling = Literal["last", "mean", "first"]
 
-MODULES = "modules.json"
-SETTINGS = ("config_sentence_transformers.json", "sentence_bert_config.json")
 _POOLINGS: Mapping[str, Pooling] = {"lasttoken": "last", "mean": "mean", "cls": "first"}
 _FLAGS = ("cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
 """Older files have a flag for each pooling, `pooling_mode_*`."""
-_GGUF_POOLINGS: Mapping[int, Pooling] = {1: "mean", 2: "first", 3: "last"}
+_GGUF_POOLINGS: Mapping[int, Pooling] = {0: "last", 1: "mean", 2: "first", 3: "last", 4: "last"}
 _GGUF_RANK = 4
-_ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
+_ACTIVATIONS: Mapping[str, Module] = {
     "Identity": lambda x: x,
     "Tanh": np.tanh,
     "ReLU": lambda x: np.maximum(x, 0),
     "Sigmoid": lambda x: np.asarray(1 / (1 + np.exp(-x)), np.float32),
 }
-_CLASSIFIER, _BASE = "ForSequenceClassification", "Model"
-"""Ends of the names of architectures without a head of their own."""
+_KINDS = ("Transformer", "Pooling", "Dense", "Normalize", "Dropout", "LogitScore")
+"""Modules of sentence-transformers."""
 _MOST_BYTES = 1 << 20
 
 
@@ -51,14 +51,20 @@ def normed(x: Array) -> Array:
     return x / np.maximum(np.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
 
 
+def probability(logits: Array) -> Array:
+    """Scores from 0 to 1, `[n, 1]`: the share of the first of two classes `[n, 2]`, or the sigmoid of one `[n, 1]`."""
+    difference = logits[:, :1] - logits[:, 1:] if logits.shape[1] == 2 else logits
+    return np.asarray(1 / (1 + np.exp(-difference.astype(np.float64))), np.float32)
+
+
 @dataclass(frozen=True)
 class Dense:
     """`activation(x @ weight.T + bias)`."""
 
     weight: Array
     """`[out, in]` float32."""
-    bias: Array | None
-    activation: Callable[[Array], Array]
+    bias: Array | None = None
+    activation: Module = _ACTIVATIONS["Identity"]
 
     def __call__(self, x: Array) -> Array:
         y = x @ self.weight.T
@@ -66,14 +72,12 @@ class Dense:
 
 
 @dataclass(frozen=True)
-class EmbeddingRecipe:
-    """How a vector is made of the hidden states of a text."""
+class Recipe:
+    """How the vector of a text, or the score of a query and a document, is made of what the step computes."""
 
-    task: ClassVar[Task] = "embed"
-    output: ClassVar[Literal["hidden"]] = "hidden"
     pooling: Pooling = "last"
-    modules: tuple[Callable[[Array], Array], ...] = (normed,)
-    """What follows the pooling, in order: each takes `[n, in]` and returns `[n, out]` float32."""
+    modules: tuple[Module, ...] = (normed,)
+    """What follows the pooling, in order."""
     prompts: Mapping[str, str] = field(default_factory=dict)
     """Texts that precede a text, by name."""
     default_prompt: str | None = None
@@ -81,48 +85,31 @@ class EmbeddingRecipe:
     """Sizes to which a vector may be cut (Matryoshka); None: the checkpoint names none, any may be asked for."""
     max_tokens: int | None = None
     """Tokens of the longest text, where they are fewer than the model's context."""
-
-    def finish(self, x: Array) -> Array:
-        """The vectors `[n, size]` of pooled hidden states `[n, hidden]`."""
-        for module in self.modules:
-            x = module(x)
-        return x
-
-
-@dataclass(frozen=True)
-class RerankRecipe:
-    """How the score of a query and a document is made of the last token of both in a template."""
-
-    task: ClassVar[Task] = "rerank"
-    pooling: ClassVar[Pooling] = "last"
-    max_tokens: ClassVar[None] = None
-    template: tuple[str, str, str]
-    """What precedes the pair; the pair, with {instruction}, {query} and {document}; what follows it."""
-    head: Array | None = None
-    """The classifier `[1 or 2, hidden]` float32; None where two tokens' logits are compared."""
-    bias: Array | None = None
-    answers: tuple[int, int] | None = None
-    """The tokens whose logits are compared: yes and no. Named by their texts where None, and `head` is None."""
+    template: tuple[str, str, str] | None = None
+    """Of a model that ranks: what precedes the pair; the pair, with {instruction}, {query} and {document}; what follows
+    it. None: the model embeds.
+    """
+    output: Literal["logits", "hidden"] = "hidden"
+    """What the step computes."""
 
     @property
-    def output(self) -> Literal["logits", "hidden"]:
-        """What the step computes."""
-        return "logits" if self.head is None else "hidden"
+    def task(self) -> Task:
+        """The model's use: "embed" or "rerank"."""
+        return "embed" if self.template is None else "rerank"
 
     def finish(self, x: Array) -> Array:
-        """Scores from 0 to 1, `[n, 1]`: the share of the first of two classes, or the sigmoid of a single one; from
-        hidden states `[n, hidden]` or logits `[n, vocab]`.
-        """
-        if self.head is not None:
-            y = x @ self.head.T + (0 if self.bias is None else self.bias)
-        else:
-            assert self.answers is not None
-            y = x[:, list(self.answers)]
-        difference = y[:, :1] - y[:, 1:] if y.shape[1] == 2 else y
-        return np.asarray(1 / (1 + np.exp(-difference.astype(np.float64))), np.float32)
+        """The vectors `[n, size]`, or scores `[n, 1]`, of pooled hidden states `[n, hidden]` or logits `[n, vocab]`."""
+        for module in self.modules:
+            x = module(x)
+        return np.asarray(x, np.float32)
 
+    def scores(self, rows: Array) -> Array:
+        """The scores `[n]` of what was computed of the tokens of `TextEncoder.pairs`."""
+        if self.task == "rerank":
+            return rows[:, 0]
+        vectors = normed(rows)
+        return vectors[1:] @ vectors[0]
 
-Recipe: TypeAlias = EmbeddingRecipe | RerankRecipe
 
 QWEN3_TEMPLATE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
@@ -145,10 +132,10 @@ def task_of(source: Source) -> Task:
         return "rerank" if pooling == _GGUF_RANK else "embed" if pooling or not source.config.causal else "generate"
     kinds = [kind for kind, _ in _modules(source.folder)]
     names = _config(source).get("architectures") or ()
-    if "LogitScore" in kinds or any(name.endswith(_CLASSIFIER) for name in names):
+    if "LogitScore" in kinds or any(name.endswith("ForSequenceClassification") for name in names):
         return "rerank"
-    is_base = any(name.endswith(_BASE) for name in names)
-    return "embed" if kinds or is_base or not source.config.causal else "generate"
+    has_no_head = any(name.endswith("Model") for name in names)
+    return "embed" if kinds or has_no_head or not source.config.causal else "generate"
 
 
 def open_embedding(source: Source, task: Task | None = None) -> tuple[Source, Recipe]:
@@ -171,16 +158,33 @@ def open_embedding(source: Source, task: Task | None = None) -> tuple[Source, Re
         return _headless(source), _embedding_recipe(source, modules)
     if not source.config.causal or _config(source).get("model_type") != "qwen3":
         raise _config(source).error("model_type", "expected a model whose prompt for ranking is published, qwen3")
-    scores = next((file for kind, file in modules if kind == "LogitScore"), None)
-    if scores is not None:
-        fields = Fields.read(scores / "config.json")
-        most = source.config.vocab_size - 1
-        answers = fields.integer("true_token_id", None, most, 0), fields.integer("false_token_id", None, most, 0)
-        return source, RerankRecipe(QWEN3_TEMPLATE, answers=answers)
+    for kind, folder in modules:
+        if kind == "LogitScore":
+            fields, most = Fields.read(folder / "config.json"), source.config.vocab_size - 1
+            answers = [fields.integer(name, None, most, 0) for name in ("true_token_id", "false_token_id")]
+            return source, _comparing(QWEN3_TEMPLATE, answers)
     if "score.weight" not in source.checkpoint.tensors:
-        return source, RerankRecipe(QWEN3_TEMPLATE)
-    head = source.checkpoint.load_tensor("score.weight", (1, source.config.hidden_size))
-    return _headless(source, "score.weight"), RerankRecipe(QWEN3_TEMPLATE, head)
+        return source, _comparing(QWEN3_TEMPLATE, _yes_and_no(source))
+    head = Dense(source.checkpoint.load_tensor("score.weight", (1, source.config.hidden_size)))
+    return _headless(source, "score.weight"), Recipe(modules=(head, probability), template=QWEN3_TEMPLATE)
+
+
+def optional_fields(file: Path) -> Fields:
+    """The JSON object in a file; an empty one where there is no file. Raises CheckpointError."""
+    return Fields.read(file) if file.is_file() else Fields(file, {})
+
+
+def _comparing(template: tuple[str, str, str], answers: list[int]) -> Recipe:
+    """Scores by the logits of two tokens, yes and no."""
+    return Recipe(modules=(lambda logits: probability(logits[:, answers]),), template=template, output="logits")
+
+
+def _yes_and_no(source: Source) -> list[int]:
+    tokenizer, file = source.tokenizer()
+    yes, no = tokenizer.token_to_id("yes"), tokenizer.token_to_id("no")
+    if yes is None or no is None:
+        raise CheckpointError(f'{file}: expected "yes" and "no" to be one token each')
+    return [yes, no]
 
 
 def _headless(source: Source, *names: str) -> Source:
@@ -203,7 +207,7 @@ def _config(source: Source) -> Fields:
 
 def _modules(folder: Path) -> list[tuple[str, Path]]:
     """The kind and the folder of each of sentence-transformers' modules; none without `modules.json`."""
-    file = folder / MODULES
+    file = folder / "modules.json"
     if not file.is_file():
         return []
     try:
@@ -214,20 +218,16 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
     for kind, path in modules:
         if path.is_absolute() or ".." in path.parts:
             raise CheckpointError(f"{file}: path: expected a folder below its own, got {shown(str(path))}")
-        if kind not in ("Transformer", "Pooling", "Dense", "Normalize", "Dropout", "LogitScore"):
-            problem = "expected Transformer, Pooling, Dense, Normalize, Dropout or LogitScore"
-            raise CheckpointError(f"{file}: type: {problem}, got {shown(kind)}")
+        if kind not in _KINDS:
+            raise CheckpointError(f"{file}: type: expected {' or '.join(_KINDS)}, got {shown(kind)}")
         if kind == "Transformer" and path.parts:
             raise CheckpointError(f"{file}: path: expected the transformer's to be empty, got {shown(str(path))}")
     return [(kind, folder / path) for kind, path in modules]
 
 
-def _embedding_recipe(source: Source, modules: list[tuple[str, Path]]) -> EmbeddingRecipe:
-    recipe = EmbeddingRecipe(dimensions=_dimensions(_config(source)))
-    settings, limits = (
-        Fields.read(source.folder / name) if (source.folder / name).is_file() else Fields(source.folder / name, {})
-        for name in SETTINGS
-    )
+def _embedding_recipe(source: Source, modules: list[tuple[str, Path]]) -> Recipe:
+    settings = optional_fields(source.folder / "config_sentence_transformers.json")
+    limits = optional_fields(source.folder / "sentence_bert_config.json")
     limits.refuse("do_lower_case", "not supported")
     prompts = settings.section("prompts") or Fields(settings.file, {})
     for name, prompt in prompts.values.items():
@@ -237,11 +237,12 @@ def _embedding_recipe(source: Source, modules: list[tuple[str, Path]]) -> Embedd
     if default is not None and default not in prompts.values:
         raise settings.error("default_prompt_name", "expected one of prompts")
     longest = None if limits.get("max_seq_length") is None else limits.integer("max_seq_length")
-    recipe = replace(recipe, prompts=dict(prompts.values), default_prompt=default, max_tokens=longest)
+    sizes = _dimensions(_config(source))
+    recipe = Recipe("last", (normed,), prompts.values, default, sizes, longest)
     if not modules:
         return recipe
     pooling: Pooling | None = None
-    steps: list[Callable[[Array], Array]] = []
+    steps: list[Module] = []
     size = source.config.hidden_size
     for kind, folder in modules:
         if kind == "Pooling":
@@ -252,7 +253,7 @@ def _embedding_recipe(source: Source, modules: list[tuple[str, Path]]) -> Embedd
             steps.append(dense := _dense(folder, size))
             size = len(dense.weight)
     if pooling is None:
-        raise CheckpointError(f"{source.folder / MODULES}: expected a Pooling module, got none")
+        raise CheckpointError(f"{source.folder / 'modules.json'}: expected a Pooling module, got none")
     return replace(recipe, pooling=pooling, modules=tuple(steps))
 
 
@@ -270,14 +271,10 @@ def _dimensions(config: Fields) -> tuple[int, ...] | None:
 def _pooling(fields: Fields) -> Pooling:
     if fields.get("include_prompt") is False:
         raise fields.error("include_prompt", "expected true")
-    mode = fields.get("pooling_mode")
-    if mode is None:
-        modes = [name for name in _FLAGS if fields.boolean(f"pooling_mode_{name}")]
-        mode = modes[0].removesuffix("_tokens").removesuffix("_token") if len(modes) == 1 else modes or "mean"
-    if not isinstance(mode, str) or mode not in _POOLINGS:
-        problem = f"expected {' or '.join(_POOLINGS)}, got {shown(mode)}"
-        raise CheckpointError(f"{fields.file}: pooling_mode: {problem}")
-    return _POOLINGS[mode]
+    modes = [name for name in _FLAGS if fields.boolean(f"pooling_mode_{name}")]
+    mode = modes[0].removesuffix("_tokens").removesuffix("_token") if len(modes) == 1 else modes or "mean"
+    pooling: Pooling = fields.with_defaults(pooling_mode=mode).one_of("pooling_mode", _POOLINGS)
+    return pooling
 
 
 def _dense(folder: Path, size: int) -> Dense:
@@ -286,46 +283,44 @@ def _dense(folder: Path, size: int) -> Dense:
     rows, columns = fields.integer("out_features"), fields.integer("in_features")
     if columns != size:
         raise fields.error("in_features", f"expected {size}")
-    name = str(fields.get("activation_function") or "torch.nn.modules.activation.Tanh").rpartition(".")[2]
-    if name not in _ACTIVATIONS:
-        raise fields.error("activation_function", f"expected one of {', '.join(_ACTIVATIONS)}")
+    name = str(fields.get("activation_function") or "Tanh").rpartition(".")[2]
+    activation = replace(fields, values={"activation_function": name}).one_of("activation_function", _ACTIVATIONS)
     weights = open_files([folder / "model.safetensors"])
-    has_bias = fields.boolean("bias", True)
-    bias = weights.load_tensor("linear.bias", (rows,)) if has_bias else None
-    return Dense(weights.load_tensor("linear.weight", (rows, columns)), bias, _ACTIVATIONS[name])
+    bias = weights.load_tensor("linear.bias", (rows,)) if fields.boolean("bias", True) else None
+    return Dense(weights.load_tensor("linear.weight", (rows, columns)), bias, activation)
 
 
 def _gguf_pooling(checkpoint: GgufCheckpoint) -> int:
     """The file's `pooling_type`: 0 where it has none."""
     metadata = checkpoint.header.metadata
     pooling: Any = metadata.get(f"{metadata.get('general.architecture')}.pooling_type", 0)
-    if pooling not in (0, _GGUF_RANK, *_GGUF_POOLINGS):
+    if pooling not in _GGUF_POOLINGS:
         raise CheckpointError(f"{checkpoint.header.file}: pooling_type: expected 0 to 4, got {shown(pooling)}")
     return int(pooling)
 
 
 def _open_gguf(source: Source, checkpoint: GgufCheckpoint, task: Task) -> tuple[Source, Recipe]:
-    hidden, tensors = source.config.hidden_size, checkpoint.header.tensors
+    size, tensors, metadata = source.config.hidden_size, checkpoint.header.tensors, checkpoint.header.metadata
     if task == "embed":
-        modules: list[Callable[[Array], Array]] = []
-        size = hidden
+        modules: list[Module] = []
         for name in ("dense_2.weight", "dense_3.weight"):  # EmbeddingGemma's, without biases and activations
             if name in tensors:
-                modules.append(dense := Dense(checkpoint.load_tensor(name, (-1, size)), None, _ACTIVATIONS["Identity"]))
+                modules.append(dense := Dense(checkpoint.load_tensor(name, (-1, size))))
                 size = len(dense.weight)
-        pooling = _GGUF_POOLINGS.get(_gguf_pooling(checkpoint), "last")
-        return _headless(source, "dense_2.weight", "dense_3.weight"), EmbeddingRecipe(pooling, (*modules, normed))
-    written = checkpoint.header.metadata.get("tokenizer.chat_template.rerank")
+        recipe = Recipe(_GGUF_POOLINGS[_gguf_pooling(checkpoint)], (*modules, normed))
+        return _headless(source, "dense_2.weight", "dense_3.weight"), recipe
+    written = metadata.get("tokenizer.chat_template.rerank")
     template = QWEN3_TEMPLATE
     if isinstance(written, str) and "{document}" in written:
         start, _, end = written.partition("{document}")
         template = ("", f"{start}{{document}}", end)
-    elif checkpoint.header.metadata.get("general.architecture") != "qwen3":
+    elif metadata.get("general.architecture") != "qwen3":
         raise CheckpointError(f"{checkpoint.header.file}: tokenizer.chat_template.rerank is missing")
     if "cls.output.weight" not in tensors:
-        return source, RerankRecipe(template)
-    head = checkpoint.load_tensor("cls.output.weight", (-1, hidden))
+        return source, _comparing(template, _yes_and_no(source))
+    head = checkpoint.load_tensor("cls.output.weight", (-1, size))
     if len(head) not in (1, 2):
         raise CheckpointError(f"{checkpoint.header.file}: cls.output.weight: expected 1 or 2 rows, got {len(head)}")
     bias = checkpoint.load_tensor("cls.output.bias", (len(head),)) if "cls.output.bias" in tensors else None
-    return _headless(source, "cls.output.weight", "cls.output.bias"), RerankRecipe(template, head, bias)
+    recipe = Recipe(modules=(Dense(head, bias), probability), template=template)
+    return _headless(source, "cls.output.weight", "cls.output.bias"), recipe

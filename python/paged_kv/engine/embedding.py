@@ -16,16 +16,15 @@ from typing import Any, TypeAlias
 import numpy as np
 from max.dtype import DType
 
-from paged_kv.arguments import integer, printable, shown
+from paged_kv.arguments import integer, one_of, printable, shown
 from paged_kv.checkpoint.embedding_files import (
     QWEN3_INSTRUCTION,
     Array,
-    EmbeddingRecipe,
     Recipe,
-    RerankRecipe,
     Task,
     normed,
     open_embedding,
+    optional_fields,
 )
 from paged_kv.checkpoint.source import Source, open_source
 from paged_kv.checkpoint.weights import OnProgress
@@ -33,12 +32,12 @@ from paged_kv.engine.interfaces import StepStates
 from paged_kv.engine.model import DecoderModel
 from paged_kv.engine.requests import check_prompt
 from paged_kv.engine.tokenizer import Tokenizer
-from paged_kv.errors import CheckpointError, ContractError, ContractTypeError
+from paged_kv.errors import ContractError, ContractTypeError
 from paged_kv.graphs.models.config import with_step_cache
-from paged_kv.graphs.models.fields import Fields
 from paged_kv.pool import pages_needed
 
 Tokens: TypeAlias = Sequence[int]
+_KINDS = ("query", "document")
 _PLACES = re.compile(r"\{(instruction|query|document)\}")
 PAGE_SIZE = 64
 MOST_TEXTS = 256
@@ -55,34 +54,28 @@ class TextEncoder:
         max_length: Tokens of the longest text; None: the model's.
 
     Raises:
-        CheckpointError: the tokenizer cannot be read, or lacks "yes" or "no" where a recipe compares them.
+        CheckpointError: the tokenizer cannot be read.
         ContractTypeError, ContractError: `max_length` is no integer, or above the model's context.
     """
 
     def __init__(self, source: Source, recipe: Recipe, max_length: int | None = None) -> None:
         self.config, self.recipe = source.config, recipe
         self.tokenizer = Tokenizer(source, source.config)
-        if isinstance(recipe, RerankRecipe) and recipe.head is None and recipe.answers is None:
-            self.recipe = replace(recipe, answers=self._yes_and_no())
-        most = min(recipe.max_tokens or source.config.max_position_embeddings, source.config.max_position_embeddings)
+        context = source.config.max_position_embeddings
+        most = min(recipe.max_tokens or context, context)
         self.max_length = most if max_length is None else integer("max_length", max_length, 1, most)
         ends = self.tokenizer.encode("a")
         self._last = ends[len(ends) - ends[::-1].index(self._plain("a")[-1]) :]
-        file = source.folder / "tokenizer_config.json"
-        if not self._last and file.is_file() and Fields.read(file).boolean("add_eos_token"):
-            self._last = list(source.config.eos_token_ids[:1])
-            self._adds_last = True
-        else:
-            self._adds_last = False
+        self._appended: list[int] = []
+        """The end token, where the checkpoint asks for it and the tokenizer does not add it."""
+        if not self._last and optional_fields(source.folder / "tokenizer_config.json").boolean("add_eos_token"):
+            self._last = self._appended = list(source.config.eos_token_ids[:1])
 
-    def _plain(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, is_template=True) if text else []
-
-    def _yes_and_no(self) -> tuple[int, int]:
-        tokens = [self._plain(text) for text in ("yes", "no")]
-        if any(len(each) != 1 for each in tokens):
-            raise CheckpointError('tokenizer: expected "yes" and "no" to be one token each')
-        return tokens[0][0], tokens[1][0]
+    @property
+    def size(self) -> int:
+        """The length of a vector; 1 of a model that ranks."""
+        hidden = np.ones((1, self.config.hidden_size), np.float32)
+        return 1 if self.recipe.task == "rerank" else self.recipe.finish(hidden).shape[1]
 
     def prompt(self, name: str | None) -> str:
         """The text that precedes others, by its name in the checkpoint; the default one where it is None.
@@ -90,14 +83,12 @@ class TextEncoder:
         Raises:
             ContractError: there is none of this name.
         """
-        recipe = self.recipe
-        prompts = recipe.prompts if isinstance(recipe, EmbeddingRecipe) else {}
-        if name is None:
-            name = recipe.default_prompt if isinstance(recipe, EmbeddingRecipe) else None
+        prompts = self.recipe.prompts
+        name = self.recipe.default_prompt if name is None else name
         if name is not None and name not in prompts:
             names = " or ".join(map(repr, prompts)) or "none: the checkpoint names no prompts"
             raise ContractError(f"prompt_name: expected {printable(names)}, got {shown(name)}")
-        return prompts[name] if name is not None else ""
+        return "" if name is None else prompts[name]
 
     def text(self, name: str, text: Any, prompt: str = "", most: int | None = None) -> tuple[int, ...]:
         """The tokens of a text after a prompt, with the special tokens of the tokenizer, or tokens as they are.
@@ -114,26 +105,46 @@ class TextEncoder:
             if not text:
                 raise ContractError(f"{name}: expected a text, got an empty one")
             tokens = self.tokenizer.encode(prompt + text)
-            tokens = [*tokens, *self._last] if self._adds_last and tokens[-1:] != self._last else tokens
-        elif isinstance(text, list | tuple | np.ndarray):
-            tokens = list(check_prompt(self.config, name, text if most is None else text[:most]))
-        else:
-            raise ContractTypeError(f"{name}: expected a text or token ids, got {shown(text)}")
-        return self._fitting(name, tokens, most, len(self._last) if isinstance(text, str) else 0)
+            tokens += self._appended if tokens[-1:] != self._appended else []
+            return self._fitting(name, tokens, most, len(self._last))
+        if isinstance(text, list | tuple | np.ndarray):
+            return self._fitting(name, list(check_prompt(self.config, name, text[:most])), most, 0)
+        raise ContractTypeError(f"{name}: expected a text or token ids, got {shown(text)}")
 
-    def pair(
-        self, name: str, query: str, document: str, instruction: str | None = None, most: int | None = None
-    ) -> tuple[int, ...]:
-        """The tokens of a query and a document in a ranking model's template. Arguments and errors as `text`."""
-        assert isinstance(self.recipe, RerankRecipe)
+    def pairs(
+        self, name: str, query: Any, documents: Sequence[Any], instruction: str | None = None, most: int | None = None
+    ) -> list[tuple[int, ...]]:
+        """The tokens whose results `Recipe.scores` takes: each pair of a query and a document in the template; of a
+        model that embeds the query and each document. Arguments and errors as `text`.
+        """
+        named = [(f"{name}[{index}]", document) for index, document in enumerate(documents)]
+        if self.recipe.template is None:
+            of_query, of_document = (self.prompt(kind if kind in self.recipe.prompts else None) for kind in _KINDS)
+            tokens = [self.text(where, document, of_document, most) for where, document in named]
+            return [self.text("query", query, of_query, most), *tokens]
         before, pair, after = self.recipe.template
-        values = {"instruction": instruction or QWEN3_INSTRUCTION, "query": query, "document": document}
-        for key, value in values.items():
-            if not isinstance(value, str) or not value:
-                raise ContractTypeError(f"{name}: expected a text that is not empty as {key}, got {shown(value)}")
-        text = _PLACES.sub(lambda place: values[place[1]], pair)
-        tail = self._plain(after)
-        return self._fitting(name, [*self._plain(before), *self._plain(text), *tail], most, len(tail))
+        start, end, parts = self._plain(before), self._plain(after), _PLACES.split(pair)
+        tokens = []
+        for where, document in named:
+            values = {"instruction": instruction or QWEN3_INSTRUCTION, "query": query, "document": document}
+            for key, value in values.items():
+                if not isinstance(value, str) or not value:
+                    raise ContractTypeError(f"{where}: expected a text that is not empty as {key}, got {shown(value)}")
+            text = "".join(values[part] if index % 2 else part for index, part in enumerate(parts))
+            tokens.append(self._fitting(where, [*start, *self._plain(text), *end], most, len(end)))
+        return tokens
+
+    def check_dimensions(self, dimensions: int | None) -> int | None:
+        """A size to cut vectors to. Raises ContractTypeError, ContractError where the model allows no such size."""
+        allowed = self.recipe.dimensions
+        if dimensions is not None and allowed is not None and dimensions not in (*allowed, self.size):
+            listed = " or ".join(map(str, (*allowed, self.size)))
+            raise ContractError(f"dimensions: expected {listed}, as config.json says, got {shown(dimensions)}")
+        return None if dimensions is None else integer("dimensions", dimensions, 1, self.size)
+
+    def _plain(self, text: str) -> list[int]:
+        """The tokens of a part of a text, without special ones around it."""
+        return self.tokenizer.encode(text, is_template=True) if text else []
 
     def _fitting(self, name: str, tokens: list[int], most: int | None, last: int) -> tuple[int, ...]:
         """Tokens that fit the model, cut to `most` before the `last` ones."""
@@ -144,23 +155,6 @@ class TextEncoder:
         if len(tokens) > self.max_length:
             raise ContractError(f"{name}: expected at most {self.max_length} tokens, got {len(tokens)}; or truncate it")
         return tuple(tokens)
-
-    def check_dimensions(self, dimensions: int | None) -> int | None:
-        """A size to cut vectors to. Raises ContractTypeError, ContractError where the model allows no such size."""
-        if dimensions is None or not isinstance(self.recipe, EmbeddingRecipe):
-            return None
-        allowed, size = self.recipe.dimensions, self.size
-        if allowed is not None and dimensions not in (*allowed, size):
-            listed = " or ".join(map(str, (*allowed, size)))
-            raise ContractError(f"dimensions: expected {listed}, as config.json says, got {shown(dimensions)}")
-        return integer("dimensions", dimensions, 1, size)
-
-    @property
-    def size(self) -> int:
-        """The length of a vector; 1 of a model that ranks."""
-        if isinstance(self.recipe, RerankRecipe):
-            return 1
-        return int(self.recipe.finish(np.ones((1, self.config.hidden_size), np.float32)).shape[1])
 
 
 class Embedder:
@@ -207,8 +201,7 @@ class Embedder:
         """
         if self.task != "embed":
             raise ContractError("embed: expected a model that embeds texts, got one that ranks documents: call score")
-        if isinstance(texts, str) or not isinstance(texts, Sequence):
-            raise ContractTypeError(f"texts: expected a list of texts, got {shown(texts)}")
+        _check_list("texts", texts)
         encoder = self.encoder
         dimensions, prompt = encoder.check_dimensions(dimensions), encoder.prompt(prompt_name)
         most = encoder.max_length if truncate else None
@@ -228,11 +221,10 @@ class Embedder:
         Raises:
             ContractTypeError, ContractError: as `embed`.
         """
-        if isinstance(documents, str) or not isinstance(documents, Sequence):
-            raise ContractTypeError(f"documents: expected a list of texts, got {shown(documents)}")
+        _check_list("documents", documents)
         most = self.encoder.max_length if truncate else None
-        tokens = pairs(self.encoder, "documents", query, documents, instruction, most)
-        return scores(self.encoder.recipe, self.compute(tokens))
+        tokens = self.encoder.pairs("documents", query, documents, instruction, most)
+        return self.encoder.recipe.scores(self.compute(tokens))
 
     def compute(self, texts: Sequence[Tokens]) -> Array:
         """The vectors `[n, size]`, or scores `[n, 1]`, of tokens that were checked, in as many steps as they need."""
@@ -268,7 +260,7 @@ class Embedder:
             x = np.add.reduceat(x, starts, axis=0) / np.array(lengths, np.float32)[:, None]
         elif recipe.pooling == "first":
             x = x[starts]
-        return np.asarray(recipe.finish(x), np.float32)
+        return recipe.finish(x)
 
 
 def cut(vectors: Array, dimensions: int | None) -> Array:
@@ -276,24 +268,9 @@ def cut(vectors: Array, dimensions: int | None) -> Array:
     return vectors if dimensions is None else normed(vectors[:, :dimensions])
 
 
-def pairs(
-    encoder: TextEncoder, name: str, query: Any, documents: Sequence[Any], instruction: str | None, most: int | None
-) -> list[tuple[int, ...]]:
-    """The tokens whose results `scores` takes: each pair of a query and a document, or the query and each document."""
-    named = [(f"{name}[{index}]", document) for index, document in enumerate(documents)]
-    if isinstance(encoder.recipe, RerankRecipe):
-        return [encoder.pair(where, query, document, instruction, most) for where, document in named]
-    before = [encoder.prompt(kind if kind in encoder.recipe.prompts else None) for kind in ("query", "document")]
-    of_documents = [encoder.text(where, document, before[1], most) for where, document in named]
-    return [encoder.text("query", query, before[0], most), *of_documents]
-
-
-def scores(recipe: Recipe, rows: Array) -> Array:
-    """The scores `[n]` of what was computed of the tokens that `pairs` gave."""
-    if isinstance(recipe, RerankRecipe):
-        return rows[:, 0]
-    vectors = normed(rows)
-    return vectors[1:] @ vectors[0]
+def _check_list(name: str, texts: Any) -> None:
+    if isinstance(texts, str) or not isinstance(texts, Sequence):
+        raise ContractTypeError(f"{name}: expected a list of texts, got {shown(texts)}")
 
 
 def load_embedder(
@@ -320,10 +297,8 @@ def load_embedder(
         CheckpointError: there is no checkpoint that this package runs, or it generates texts and there is no `task`.
         ContractTypeError, ContractError: an argument has the wrong type or is out of range.
     """
-    if task not in (None, "embed", "rerank"):
-        raise ContractError(f"task: expected 'embed' or 'rerank', got {shown(task)}")
-    if dtype not in (None, "float32", "bfloat16"):
-        raise ContractError(f"dtype: expected 'float32' or 'bfloat16', got {shown(dtype)}")
+    one_of("task", task, ("embed", "rerank", None))
+    one_of("dtype", dtype, ("float32", "bfloat16", None))
     source, recipe = open_embedding(folder if isinstance(folder, Source) else open_source(folder), task)
     encoder = TextEncoder(source, recipe, max_length)
     kind = DType.bfloat16 if (dtype or source.config.dtype) == "bfloat16" else DType.float32

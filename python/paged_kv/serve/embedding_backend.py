@@ -8,9 +8,7 @@ from collections import deque
 from collections.abc import AsyncGenerator
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from paged_kv.checkpoint.embedding_files import Array
 from paged_kv.engine.embedding import Embedder
 from paged_kv.errors import ContractError
 from paged_kv.serve.backend import Busy, Failed, Gone, Job, Piece, Status
@@ -31,7 +29,7 @@ class EmbeddingBackend:
     def __init__(self, embedder: Embedder, stall_seconds: float = 120.0) -> None:
         self.embedder = embedder
         self._stall, self._failures, self._tokens = stall_seconds, 0, 0
-        self._waiting: deque[tuple[tuple[int, ...], asyncio.Future[npt.NDArray[np.float32]]]] = deque()
+        self._waiting: deque[tuple[tuple[int, ...], asyncio.Future[Array]]] = deque()
         self._running, self._since = 0, time.monotonic()
         self._worker: asyncio.Task[None] | None = None
 
@@ -39,7 +37,7 @@ class EmbeddingBackend:
         """One piece, with the vector of the job's tokens. Raises as `Backend.start`."""
         if len(self._waiting) >= MOST_WAITING:
             raise Busy(f"{len(self._waiting)} texts wait, {MOST_WAITING} may: ask again later")
-        future: asyncio.Future[npt.NDArray[np.float32]] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Array] = asyncio.get_running_loop().create_future()
         self._waiting.append((job.tokens, future))
         if self._worker is None or self._worker.done():
             self._worker = asyncio.ensure_future(self._work())

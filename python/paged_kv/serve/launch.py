@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from starlette.applications import Starlette
 from uvicorn import Config
 
 from paged_kv.arguments import printable
-from paged_kv.checkpoint.embedding_files import task_of
+from paged_kv.checkpoint.embedding_files import Task, open_embedding, task_of
 from paged_kv.checkpoint.source import Source, open_source
+from paged_kv.checkpoint.weights import progress_bar
+from paged_kv.engine.embedding import MOST_TEXTS, STEP_TOKENS, TextEncoder, embedder_of
 from paged_kv.engine.model import DecoderModel
 from paged_kv.engine.sampling import OF_MODEL
 from paged_kv.errors import ContractError
@@ -26,8 +29,8 @@ from paged_kv.serve.access_rules import AccessRules
 from paged_kv.serve.address import listening_sockets, url_of
 from paged_kv.serve.application import application
 from paged_kv.serve.connections import GuardedServer
-from paged_kv.serve.embedding_launch import embedding_server, ready_request
-from paged_kv.serve.loading import EngineSetup, set_up
+from paged_kv.serve.embedding_backend import EmbeddingBackend
+from paged_kv.serve.loading import EngineSetup, dtype_of, set_up
 from paged_kv.serve.local_backend import LocalBackend
 from paged_kv.serve.metrics import Metrics
 from paged_kv.serve.profiling import Profiling
@@ -36,6 +39,13 @@ from paged_kv.serve.settings import API_KEY, Settings
 
 _MOST_TEMPLATE = 1 << 22
 """Bytes of a file with a chat template."""
+_OF_GENERATION = (
+    *("cache_dtype", "cache_rotation", "pages", "memory_gb", "kv_disk", "speculate", "chat_template"),
+    *("profile", "lora", "lora_loading"),
+)
+"""Settings of models that generate texts."""
+EMBEDDING_TOKENS = 1 << 19
+"""Tokens of the texts of one request to a model that embeds or ranks them: a body of 8 MiB."""
 
 
 def serve(settings: Settings) -> None:
@@ -70,6 +80,34 @@ def serve(settings: Settings) -> None:
     app = application(model, backend, metrics, strict=settings.strict, profiling=profiling)
     listen(app, rules, sockets, settings, model)
     engine.flush()
+
+
+def embedding_server(
+    settings: Settings, source: Source, task: Task
+) -> tuple[Starlette, AccessRules, list[socket.socket], ServedModel]:
+    """The server of a model that embeds or ranks texts: what `listen` takes. Raises as `serve`."""
+    for name in _OF_GENERATION:
+        if getattr(settings, name) not in (None, False, ()):
+            raise ContractError(f"--{name.replace('_', '-')}: requires a model that generates texts, got --task {task}")
+    source, recipe = open_embedding(source, task)
+    dtype = dtype_of(source, settings.dtype)
+    encoder = TextEncoder(source, recipe, settings.max_length)
+    most = encoder.max_length
+    rules = settings.rules(max(most, EMBEDDING_TOKENS))
+    model = ServedModel(source, settings.name, most, aliases=settings.aliases, encoder=encoder)
+    sockets = listening_sockets(settings.host, settings.port)
+    os.environ.pop(API_KEY, None)
+    pooled = f"pooled by {recipe.pooling}, {encoder.size} numbers a text" if task == "embed" else "scores of documents"
+    say(f"model: {printable(settings.model)}, {dtype.name}: {pooled}, {most} tokens at most")
+    if recipe.prompts:
+        say(f"prompts: {printable(', '.join(recipe.prompts))}")
+    step_tokens = max(settings.max_step_tokens, STEP_TOKENS)  # smaller steps take a third more time a text
+    say(f"steps: {step_tokens} tokens and {MOST_TEXTS} texts at most")
+    with progress_bar("weights") as on_progress:
+        embedder = embedder_of(source, encoder, dtype, step_tokens, on_progress)
+    backend = EmbeddingBackend(embedder, settings.stall_seconds)
+    app = application(model, backend, Metrics(settings.name, backend), strict=settings.strict)
+    return app, rules, sockets, model
 
 
 def served_model(settings: Settings, source: Source, most_tokens: int, most_samples: int | None = None) -> ServedModel:
@@ -158,11 +196,18 @@ class _Announced(GuardedServer):
 def ready_lines(address: str, model: ServedModel, asks_for_key: bool) -> str:
     """Return where the server is, and a request that works."""
     prompt = "In the beginning"
-    asked = {"prompt": prompt} if model.chat is None else {"messages": [{"role": "user", "content": prompt}]}
-    route = "completions" if model.chat is None else "chat/completions"
-    body = shlex.quote(json.dumps({"model": model.name} | asked | {"max_tokens": 32, "temperature": 0}))
-    if model.task != "generate":
-        route, body = ready_request(model)
+    asked: dict[str, Any]
+    if model.task == "embed":
+        route, asked = "embeddings", {"input": [prompt]}
+    elif model.task == "rerank":
+        route, asked = "rerank", {"query": "water", "documents": ["rain"]}
+    elif model.chat is None:
+        route, asked = "completions", {"prompt": prompt}
+    else:
+        route, asked = "chat/completions", {"messages": [{"role": "user", "content": prompt}]}
+    if model.task == "generate":
+        asked |= {"max_tokens": 32, "temperature": 0}
+    body = shlex.quote(json.dumps({"model": model.name} | asked))
     key = f' -H "Authorization: Bearer ${API_KEY}"' if asks_for_key else ""
     curl = f"curl {address}/v1/{route} -H 'Content-Type: application/json'{key} -d {body}"
     return f"paged-kv: ready on {address}\n{curl}"
