@@ -2,11 +2,10 @@
 
     python -m benchmarks.embedding_cpu [--texts 512] [--layers 8] [--kind bfloat16|float32|Q8_0]
 
-A random model of the shape of Qwen3-Embedding-0.6B with fewer layers and a vocabulary of bytes; texts of 128 tokens;
+A random Llama of the sizes of Qwen3-Embedding-0.6B with fewer layers and a vocabulary of bytes; texts of 128 tokens;
 vectors of the last token, normed. sentence-transformers and we are given texts, the others their tokens. transformers
-and sentence-transformers have batches of 32 texts without padding, llama.cpp has its own of 2,048 tokens. What is not
-installed is left out. They run in turns; figures are texts a second, the best and the median of the turns, and the
-largest difference from our vectors.
+and sentence-transformers have batches of 32 texts without padding, llama.cpp has its own of 2,048 tokens. They run in
+turns; figures are texts a second, the best and the median of the turns, and the largest difference from our vectors.
 """
 
 from __future__ import annotations
@@ -18,99 +17,62 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from paged_kv.bench.job import take_turns
+from paged_kv.bench.model_files import write_folder, write_gguf
+from paged_kv.bench.steps import StepProblem
+from paged_kv.bench.weight_cases import StepCase
 from paged_kv.engine import load_embedder
-from paged_kv.engine.demo import VOCAB_SIZE, byte_tokenizer
-from paged_kv.graphs.models.qwen3 import FAMILY
+from paged_kv.engine.demo import PAD_ID, SPECIAL_TOKENS, VOCAB_SIZE, byte_tokenizer
 
 TOKENS, BATCH, STEP = 128, 32, 2048
-SIZES: dict[str, Any] = {
-    "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8,
-    "head_dim": 128, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True, "eos_token_id": None, "bos_token_id": None, "pad_token_id": 258,
-}  # fmt: skip
-MODULES = (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))
+CASE = StepCase("embedding", "", hidden=1024, intermediate=3072, heads=16, head_dim=128, vocab=VOCAB_SIZE, context=0)
 Vectors = npt.NDArray[np.float32]
 Run = Callable[[], Vectors]
 
 
-def write_model(folder: Path, layers: int) -> Any:
-    """A checkpoint in float32 as sentence-transformers has it; its model."""
-    import torch
+def write_model(folder: Path, layers: int, kind: str) -> Path:
+    """A checkpoint in float32 as sentence-transformers has it, and beside it the GGUF file of the same numbers."""
     import transformers
 
-    torch.manual_seed(0)
-    model = transformers.Qwen3Model(transformers.Qwen3Config(**SIZES, num_hidden_layers=layers)).eval()
-    model.save_pretrained(folder)
-    byte_tokenizer().save(str(folder / "tokenizer.json"))
-    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "pad_token": "<pad>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    listed = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in MODULES]
-    (folder / "modules.json").write_text(
-        json.dumps([each | {"idx": at, "name": str(at)} for at, each in enumerate(listed)])
-    )
+    problem = StepProblem(replace(CASE, layers=layers, file_type="Q8_0" if kind == "Q8_0" else None), 0)
+    write_gguf(problem, folder / "model.gguf", plain="F32" if kind == "float32" else "BF16")
+    problem.weights = {name: problem.values(name.removesuffix(".weight")) for name in problem.weights}
+    write_folder(problem, folder, "float32", {"bos_token_id": None, "eos_token_id": None, "pad_token_id": PAD_ID})
+    special = dict(zip(("bos_token", "eos_token", "pad_token"), SPECIAL_TOKENS, strict=True))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), **special).save_pretrained(folder)
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds.items()]
+    listed = [each | {"idx": index, "name": str(index)} for index, each in enumerate(modules)]
+    (folder / "modules.json").write_text(json.dumps(listed))
     (folder / "1_Pooling").mkdir()
-    pooling = {"word_embedding_dimension": SIZES["hidden_size"], "pooling_mode_lasttoken": True}
+    pooling = {"word_embedding_dimension": CASE.hidden, "pooling_mode_lasttoken": True}
     (folder / "1_Pooling/config.json").write_text(json.dumps(pooling))
-    return model
-
-
-def write_gguf(file: Path, model: Any, kind: str) -> None:
-    """The same model as llama.cpp reads it, without a vocabulary."""
-    import gguf
-
-    writer, config = gguf.GGUFWriter(file, "qwen3"), model.config
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_pooling_type(gguf.PoolingType.LAST)
-    writer.add_tokenizer_model("no_vocab")
-    assert FAMILY.gguf is not None
-    encoding = {"bfloat16": "BF16", "float32": "F32"}.get(kind, kind)
-    for name, values in model.state_dict().items():
-        array, raw = values.float().numpy(), gguf.GGMLQuantizationType[encoding if values.ndim == 2 else "F32"]
-        if values.ndim == 2:
-            array = gguf.quants.quantize(array, raw)
-        writer.add_tensor(FAMILY.gguf.tensor(f"model.{name}"), array, raw_dtype=raw)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    return folder / "model.gguf"
 
 
 def ours(path: Path, texts: list[str], dtype: str) -> Run:
-    embedder = load_embedder(path, dtype=dtype, max_step_tokens=STEP)
+    embedder = load_embedder(path, task="embed", dtype=dtype, max_length=TOKENS, max_step_tokens=STEP)
     return lambda: embedder.embed(texts)
 
 
-def by_transformers(model: Any, tokens: list[list[int]], dtype: str) -> Run:
+def by_transformers(folder: Path, tokens: list[list[int]], dtype: str) -> Run:
     import torch
+    import transformers
 
-    model = model.to(getattr(torch, dtype))
+    model = transformers.AutoModel.from_pretrained(folder, dtype=dtype).eval()
 
+    @torch.inference_mode()
     def run() -> Vectors:
-        rows = []
-        with torch.inference_mode():
-            for first in range(0, len(tokens), BATCH):
-                states = model(torch.tensor(tokens[first : first + BATCH]), use_cache=False).last_hidden_state
-                rows.append(torch.nn.functional.normalize(states[:, -1].float(), dim=1))
-        return np.asarray(torch.cat(rows).numpy())
+        batches = [torch.tensor(tokens[first : first + BATCH]) for first in range(0, len(tokens), BATCH)]
+        rows = torch.cat([model(batch, use_cache=False).last_hidden_state[:, -1] for batch in batches])
+        return np.asarray(torch.nn.functional.normalize(rows.float(), dim=1).numpy())
 
     return run
 
@@ -136,7 +98,7 @@ def by_llama_cpp(file: Path, tokens: list[list[int]]) -> Run:
     settings.embeddings, settings.pooling_type = True, api.LLAMA_POOLING_TYPE_LAST
     context = api.llama_init_from_model(model, settings)
     batch = api.llama_batch_init(STEP, 0, 1)
-    size, each = SIZES["hidden_size"], STEP // TOKENS
+    size, each = CASE.hidden, STEP // TOKENS
 
     def run() -> Vectors:
         rows = np.empty((len(tokens), size), np.float32)
@@ -157,10 +119,6 @@ def by_llama_cpp(file: Path, tokens: list[list[int]]) -> Run:
     return run
 
 
-def _turn(run: Run) -> Callable[[int], object]:
-    return lambda _: run()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", type=int, default=512)
@@ -172,22 +130,23 @@ def main() -> None:
     texts = ["".join(map(chr, row)) for row in letters]
     tokens = [byte_tokenizer().encode(text).ids for text in texts]
     dtype = "float32" if asked.kind == "float32" else "bfloat16"
+    runs: dict[str, Run] = {}
     with tempfile.TemporaryDirectory() as place:
-        folder, file = Path(place) / "model", Path(place) / "file/model.gguf"
-        model = write_model(folder, asked.layers)
-        runs: dict[str, Run] = {}
-        if find_spec("gguf") is not None:
-            file.parent.mkdir()
-            write_gguf(file, model, asked.kind)
-            byte_tokenizer().save(str(file.parent / "tokenizer.json"))
-        runs["ours"] = ours(file if asked.kind == "Q8_0" else folder, texts, dtype)
-        runs["transformers"] = by_transformers(model, tokens, dtype)
-        if find_spec("sentence_transformers") is not None:
-            runs["sentence-transformers"] = by_sentence_transformers(folder, texts, dtype)
-        if find_spec("llama_cpp") is not None:
-            runs["llama.cpp"] = by_llama_cpp(file, tokens)
+        folder = Path(place)
+        file = write_model(folder, asked.layers, asked.kind)
+        systems: dict[str, Callable[[], Run]] = {
+            "ours": lambda: ours(file if asked.kind == "Q8_0" else folder, texts, dtype),
+            "transformers": lambda: by_transformers(folder, tokens, dtype),
+            "sentence-transformers": lambda: by_sentence_transformers(folder, texts, dtype),
+            "llama.cpp": lambda: by_llama_cpp(file, tokens),
+        }
+        for name, make in systems.items():
+            try:
+                runs[name] = make()
+            except ImportError as error:
+                print(f"{name}: left out: {error}")
         vectors = {name: run() for name, run in runs.items()}
-        times = take_turns({name: _turn(run) for name, run in runs.items()}, asked.turns)
+        times = take_turns({name: lambda _, run=run: run() for name, run in runs.items()}, asked.turns)
     print(f"{asked.texts} texts of {TOKENS} tokens, {asked.layers} layers, {asked.kind}")
     for name, seconds in times.items():
         rates = [asked.texts / each for each in seconds]

@@ -120,7 +120,8 @@ def expected_scores(folder, model):
     scores = []
     for document in DOCUMENTS:
         pair = f"<Instruct>: {instruction}\n<Query>: {QUERY}\n<Document>: {document}"
-        logits = model(torch.tensor([sum(tokens_of(folder, (before, pair, after)), [])])).logits[0]
+        tokens = [token for part in tokens_of(folder, (before, pair, after)) for token in part]
+        logits = model(torch.tensor([tokens])).logits[0]
         yes_and_no = logits[-1, 259:] if logits.ndim == 2 else torch.stack([logits[0], torch.zeros(())])
         scores.append(torch.softmax(yes_and_no, 0)[0])
     return torch.stack(scores).numpy()

@@ -37,11 +37,15 @@ def write_folder(problem: StepProblem, folder: Path, dtype: str, ids: Mapping[st
 
 
 def write_gguf(
-    problem: StepProblem, path: Path, tokens: Sequence[str] | None = None, *, plain: Literal["BF16", "F16"] = "BF16"
+    problem: StepProblem,
+    path: Path,
+    tokens: Sequence[str] | None = None,
+    *,
+    plain: Literal["BF16", "F16", "F32"] = "BF16",
 ) -> None:
     """The model as llama.cpp reads it: norms and routers in float32; a Llama's rotary pairs are adjacent. `tokens` by
-    their ids; the last is the two before it, which no text is encoded to. With `plain` F16 all matrices are float16,
-    in place of bfloat16 and of blocks.
+    their ids; the last is the two before it, which no text is encoded to. With another `plain` all matrices are
+    of that type, in place of bfloat16 and of blocks.
     """
     import gguf
 
@@ -82,8 +86,8 @@ def write_gguf(
             continue
         heads = case.heads if "q_proj" in name else case.kv_heads if "k_proj" in name else 0
         rows = bits(array)
-        if plain == "F16":
-            rows = problem.values(name.removesuffix(".weight")).astype(np.float16)
+        if plain != "BF16":
+            rows = problem.values(name.removesuffix(".weight")).astype({"F16": np.float16, "F32": np.float32}[plain])
         if heads and not case.experts:  # the halves of a head, interleaved
             rows = rows.reshape(heads, 2, case.head_dim // 2, -1).swapaxes(1, 2).reshape(rows.shape)
         encoding = case.encoding(name) if plain == "BF16" else None
