@@ -45,13 +45,11 @@ class EmbeddingBackend:
 
     async def _work(self) -> None:
         """Steps, until no text waits."""
-        while True:
-            while self._waiting and self._waiting[0][1].cancelled():
-                self._waiting.popleft()
-            if not self._waiting:
-                return
+        while self._waiting:
             count = self.embedder.fitting(len(tokens) for tokens, _ in self._waiting)
             batch = [each for each in (self._waiting.popleft() for _ in range(count)) if not each[1].cancelled()]
+            if not batch:
+                continue
             self._running, self._since = len(batch), time.monotonic()
             try:
                 rows = await asyncio.to_thread(self.embedder.step, [tokens for tokens, _ in batch])
