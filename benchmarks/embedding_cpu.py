@@ -119,6 +119,10 @@ def by_llama_cpp(file: Path, tokens: list[list[int]]) -> Run:
     return run
 
 
+def _turn(run: Run) -> Callable[[int], object]:
+    return lambda _: run()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", type=int, default=512)
@@ -146,12 +150,12 @@ def main() -> None:
             except ImportError as error:
                 print(f"{name}: left out: {error}")
         vectors = {name: run() for name, run in runs.items()}
-        times = take_turns({name: lambda _, run=run: run() for name, run in runs.items()}, asked.turns)
+        times = take_turns({name: _turn(run) for name, run in runs.items()}, asked.turns)
     print(f"{asked.texts} texts of {TOKENS} tokens, {asked.layers} layers, {asked.kind}")
     for name, seconds in times.items():
         rates = [asked.texts / each for each in seconds]
-        error = np.abs(vectors[name] - vectors["ours"]).max()
-        print(f"{name:22} {max(rates):8.2f} ({statistics.median(rates):.2f})   {error:.1e}", flush=True)
+        difference = np.abs(vectors[name] - vectors["ours"]).max()
+        print(f"{name:22} {max(rates):8.2f} ({statistics.median(rates):.2f})   {difference:.1e}", flush=True)
 
 
 if __name__ == "__main__":

@@ -234,11 +234,11 @@ def _embedding_recipe(source: Source, modules: list[tuple[str, Path]]) -> Recipe
         if not isinstance(prompt, str):
             raise prompts.error(name, "expected a text")
     default = settings.get("default_prompt_name")
-    if default is not None and default not in prompts.values:
+    if default not in (None, *prompts.values):
         raise settings.error("default_prompt_name", "expected one of prompts")
     longest = None if limits.get("max_seq_length") is None else limits.integer("max_seq_length")
     sizes = _dimensions(_config(source))
-    recipe = Recipe("last", (normed,), prompts.values, default, sizes, longest)
+    recipe = Recipe(prompts=prompts.values, default_prompt=default, dimensions=sizes, max_tokens=longest)
     if not modules:
         return recipe
     pooling: Pooling | None = None
@@ -294,7 +294,7 @@ def _gguf_pooling(checkpoint: GgufCheckpoint) -> int:
     """The file's `pooling_type`: 0 where it has none."""
     metadata = checkpoint.header.metadata
     pooling: Any = metadata.get(f"{metadata.get('general.architecture')}.pooling_type", 0)
-    if pooling not in _GGUF_POOLINGS:
+    if pooling not in tuple(_GGUF_POOLINGS):
         raise CheckpointError(f"{checkpoint.header.file}: pooling_type: expected 0 to 4, got {shown(pooling)}")
     return int(pooling)
 

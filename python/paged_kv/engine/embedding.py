@@ -85,7 +85,7 @@ class TextEncoder:
         """
         prompts = self.recipe.prompts
         name = self.recipe.default_prompt if name is None else name
-        if name is not None and name not in prompts:
+        if name not in (None, *prompts):
             names = " or ".join(map(repr, prompts)) or "none: the checkpoint names no prompts"
             raise ContractError(f"prompt_name: expected {printable(names)}, got {shown(name)}")
         return "" if name is None else prompts[name]
