@@ -5,39 +5,17 @@ import json
 import numpy as np
 import pytest
 import transformers
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from paged_kv.checkpoint.config import load_config, load_sampling
 from paged_kv.engine.demo import byte_tokenizer
 from paged_kv.engine.sampling import OF_MODEL
-from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.rope import Linear, Llama3, Rope
 from support.checkpoints import CONFIG, read_config, write_config
 from support.refusals import refused
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 256}
-
-
-def test_defaults(tmp_path):
-    config = read_config(tmp_path, drop=("num_key_value_heads", "head_dim"), hidden_size=64)
-    assert config == DecoderConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=16,
-        vocab_size=259,
-        max_position_embeddings=2048,
-        norm_eps=1e-5,
-        rope=Rope(16),
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_ids=(),
-        dtype=None,
-    )
 
 
 def test_a_sharpening_of_0_is_as_not_said(tmp_path):
@@ -65,13 +43,6 @@ def test_everything_said(tmp_path):
     assert (config.bos_token_id, config.eos_token_ids, config.dtype) == (256, (257, 258), "bfloat16")
 
 
-def test_null_is_the_same_as_missing(tmp_path):
-    nulls = dict.fromkeys(("head_dim", "num_key_value_heads", "rope_scaling", "eos_token_id", "torch_dtype"))
-    assert read_config(tmp_path / "null", **nulls | {"hidden_size": 64}) == read_config(
-        tmp_path / "missing", drop=tuple(nulls), hidden_size=64
-    )
-
-
 def test_model_type_stands_in_for_architectures(tmp_path):
     assert read_config(tmp_path, drop=("architectures",)).hidden_size == 48
 
@@ -83,6 +54,7 @@ def test_model_type_stands_in_for_architectures(tmp_path):
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5, None),
         ({"rope_parameters": {"rope_theta": 5e5}}, 5e5, None),
         ({"rope_theta": 7e3, "rope_parameters": {"rope_theta": 5e5}}, 5e5, None),
+        ({"rope_parameters": LLAMA3 | {"rope_theta": 5e5}, "rope_scaling": {}}, 5e5, Llama3(8.0, 1.0, 4.0, 256)),
         ({"rope_scaling": {"type": "linear", "factor": 4}}, 1e4, Linear(4.0)),
         ({"rope_scaling": {"type": "dynamic", "factor": 4}}, 1e4, None),
         ({"rope_scaling": {"type": "dynamic", "alpha": 8.0}}, 1e4 * 8 ** (16 / 14), None),
@@ -97,46 +69,6 @@ def test_rope_in_the_old_form_and_the_new(tmp_path, said, theta, scaling):
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 PLAIN = {"rope_type": "default", "rope_theta": 1e6}
-BY_LAYER = {"full_attention": PLAIN, "sliding_attention": PLAIN | {"rope_theta": 1e4}}
-
-
-@pytest.mark.parametrize(
-    ("family", "values"),
-    [
-        ("Qwen3", {"rope_parameters": PLAIN, "rope_scaling": YARN, "rope_theta": 1e6}),
-        ("Qwen3", {"rope_parameters": PLAIN, "rope_scaling": YARN | {"rope_theta": 5e5}}),
-        ("Qwen3", {"rope_parameters": PLAIN | {"rope_theta": 1e4}, "rope_scaling": YARN}),
-        ("Qwen3", {"rope_parameters": YARN | {"rope_theta": 5e5}, "rope_scaling": {}}),
-        ("GptOss", {"rope_parameters": YARN | {"rope_theta": 150000}, "rope_scaling": {"type": "linear", "factor": 2}}),
-        ("Ministral3", {"rope_parameters": PLAIN, "rope_scaling": YARN | {"rope_theta": 5e5, "mscale_all_dim": 1.0}}),
-        ("Gemma3", {"rope_parameters": BY_LAYER, "rope_scaling": YARN}),
-        ("Olmo3", {"rope_parameters": BY_LAYER, "rope_scaling": YARN | {"rope_theta": 5e5}}),
-    ],
-)
-def test_rope_scaling_beside_rope_parameters_is_what_transformers_makes_of_it(tmp_path, family, values):
-    """The values that transformers 5 saves, to which a user adds the scaling of a model's card."""
-    config_class = getattr(transformers, f"{family}{'Text' if family == 'Gemma3' else ''}Config")
-    own = {"architectures": [f"{family}ForCausalLM"], "model_type": config_class.model_type}
-    own |= {"hidden_activation": "gelu_pytorch_tanh"} if family == "Gemma3" else {}
-    config = read_config(tmp_path, **own, num_local_experts=8, num_experts_per_tok=2, sliding_window=64, **values)
-    theirs = transformers.AutoConfig.from_pretrained(tmp_path).rope_parameters
-    for rope, said in ((config.rope, theirs.get("full_attention", theirs)), (config.local_rope, theirs)):
-        said = said.get("sliding_attention") if rope is config.local_rope else said
-        if said is None:
-            continue
-        alone = transformers.LlamaConfig(max_position_embeddings=2048, head_dim=16, rope_parameters=said)
-        inverse, amplitude = expected_rope(alone)
-        np.testing.assert_allclose(rope.inverse_frequencies(), inverse, rtol=1e-6, atol=0)
-        assert rope.amplitude == pytest.approx(amplitude)
-
-
-def expected_rope(config):
-    """The inverse frequencies and the amplitude that transformers computes."""
-    kind = config.rope_parameters["rope_type"]
-    if kind == "default":
-        return LlamaRotaryEmbedding(config).inv_freq.numpy(), 1.0
-    inverse, amplitude = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
-    return inverse.numpy(), amplitude
 
 
 def test_olmo3_in_the_old_form_and_the_new(tmp_path):

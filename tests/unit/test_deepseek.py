@@ -99,12 +99,6 @@ def test_without_a_scaling_scores_have_the_size_of_keys(tmp_path):
     assert read(tmp_path, LITE, rope_scaling=None).sm_scale == 192**-0.5
 
 
-def test_the_queries_latent_is_there_unless_it_is_null(tmp_path):
-    """As transformers has it."""
-    values = {key: value for key, value in LITE.items() if key != "q_lora_rank"}
-    assert read(tmp_path, values).latent.q_rank == 1536
-
-
 def test_a_model_may_have_no_experts(tmp_path):
     assert read(tmp_path, LITE, first_k_dense_replace=27).experts is None
 

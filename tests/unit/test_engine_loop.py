@@ -79,21 +79,6 @@ def test_200_requests_in_a_small_pool_get_the_tokens_that_each_gets_alone(
                 assert found[number, sample] == expected, (number, sample)
 
 
-def test_a_known_prefix_is_not_computed_again():
-    model = FakeModel(400, 16)
-    engine = Engine(model)
-    prompt = np.random.default_rng(0).integers(0, VOCAB, 2000).tolist()
-    engine.add_request(prompt, Sampling(4))
-    first = run(engine)
-    cold = model.computed
-    engine.add_request(prompt, Sampling(4))
-    assert run(engine)[1, 0] == first[0, 0]
-    assert model.computed - cold == 2000 - 1984 + 3
-    engine.add_request(prompt, Sampling(4), namespace="other")
-    assert run(engine)[2, 0] == first[0, 0]
-    assert engine.tokens_found == 1984
-
-
 def test_prefixes_are_not_shared_where_that_is_not_wanted():
     model = FakeModel(400, 16)
     engine = Engine(model, share_prefixes=False)

@@ -105,17 +105,6 @@ def test_sources_that_are_edited_meanwhile_leave_no_file(sources, monkeypatch, c
     assert list(cache.iterdir()) == []
 
 
-def test_a_file_that_others_can_write_to_is_made_again(sources, compiles, cache):
-    """From the sealed one, or where others could write to that, by the compiler."""
-    library = kernel_library(sources)
-    (sealed,) = cache.glob("*.kernels")
-    for file, count in ((library, 1), (sealed, 2)):
-        file.chmod(0o666)
-        assert kernel_library(sources) == library
-        assert len(compiles) == count
-        assert stat.S_IMODE(file.stat().st_mode) == 0o600
-
-
 def test_a_cache_that_is_emptied_meanwhile_leaves_the_sources(sources, monkeypatch):
     monkeypatch.setattr(Store, "find", lambda *_: [])
     assert kernel_library(sources) == sources

@@ -147,17 +147,6 @@ def test_pages_outside_every_window_return_and_leave_holes():
     shared.check_all()
 
 
-def test_refused_proposals_are_taken_back():
-    shared = SharedPages(num_pages=6, page_size=2)
-    shared.start("a", [1, 2, 3])
-    shared.append("a", [4, 5, 6, 7])
-    shared.shrink("a", 3)
-    assert shared.pool.pages("a") == (0, 1)
-    shared.append("a", [8, 9])
-    shared.check_all()
-    assert shared.prefixes.match([1, 2, 3, 4, 8, 9, 0]) == 6
-
-
 def test_a_full_page_that_is_written_again_is_not_found_by_its_old_tokens():
     shared = SharedPages(num_pages=6, page_size=4)
     shared.start("a", [1, 2, 3, 4])

@@ -6,11 +6,10 @@ import pytest
 
 from paged_kv.engine.disk_tier import DiskTier
 from paged_kv.engine.engine import Engine
-from paged_kv.engine.requests import Sampling
 from paged_kv.errors import ContractError, IntegrityError, PoolExhausted
 from paged_kv.pool import PagePool, PrefixCache
-from support.engine_runs import Chat, guess_often, run, tokens
-from support.fake_model import FakeDraft, FakeModel, alone
+from support.engine_runs import Chat, tokens
+from support.fake_model import FakeDraft, FakeModel
 
 
 def begun(num_pages=64, num_states=32, **options):
@@ -58,16 +57,6 @@ def test_two_slots_are_enough_for_one_request_after_the_other():
 def test_samples_of_a_prompt_go_on_from_its_state():
     chat = begun()
     assert chat.computed(tokens(21), new=12, n=4) == 21
-
-
-def test_drafts_that_were_wrong_leave_the_state_after_the_last_right_one():
-    model = FakeModel(64, 4, num_states=32)
-    engine = Engine(model, speculate=FakeDraft(64, 4))
-    guess_often(engine)
-    sampling = Sampling(60)
-    engine.add_request(tokens(9), sampling)
-    assert run(engine)[0, 0] == alone(tokens(9), sampling)
-    assert engine.statistics.draft_tokens > engine.statistics.accepted_tokens > 5
 
 
 def test_a_restart_finds_pages_and_state_on_the_disk(tmp_path):

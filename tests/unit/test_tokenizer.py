@@ -62,11 +62,6 @@ def test_special_tokens_are_added_as_the_file_says(tmp_path):
     assert len(save(tmp_path, byte_tokenizer(add_bos=False)).encode("a")) == 1
 
 
-@pytest.mark.parametrize("text", [text for text in TEXTS if text])
-def test_round_trip(tokenizer, text):
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_stream_is_the_text_without_half_characters(tokenizer, text):
     pieces = streamed(tokenizer, tokenizer.encode(text) if text else [])
@@ -145,12 +140,6 @@ def test_the_bytes_of_tokens_that_are_no_plain_text(tmp_path):
     pieces = save(tmp_path / "pieces", library, vocab_size=300)
     for text, expected in (("<0xE9>", b"\xe9"), ("</s>", b"</s>"), ("▁", b" "), ("a", b"a")):
         assert pieces.token_bytes(library.token_to_id(text)) == expected
-
-
-def test_special_tokens_are_not_text(tmp_path):
-    tokenizer = save(tmp_path, byte_tokenizer())
-    a, b = tokenizer.encode("ab")[1:]
-    assert streamed(tokenizer, [BOS_ID, a, EOS_ID, b, 259 + 5]) == ["", "a", "", "b", "", ""]
 
 
 @pytest.mark.parametrize("add", ["add_tokens", "add_special_tokens"])
