@@ -13,9 +13,8 @@ from max.graph import DeviceRef, Graph, TensorType
 from paged_kv.checkpoint import nvfp4
 from paged_kv.checkpoint.config import config_of
 from paged_kv.checkpoint.gguf import open_gguf
-from paged_kv.checkpoint.gguf_header import _ENCODINGS, Strings, read_header
+from paged_kv.checkpoint.gguf_header import _ENCODINGS, read_header
 from paged_kv.checkpoint.source import open_source
-from paged_kv.cli import _run
 from paged_kv.errors import CheckpointError, ContractError, ContractTypeError, ShapeError
 from paged_kv.graphs.encodings import GGUF_ENCODINGS, TABLE, block_bytes, row_bytes
 from paged_kv.graphs.models.tensors import expected_tensors
@@ -237,17 +236,6 @@ def test_tensors_lie_at_the_alignment_that_the_file_names(tmp_path):
     }
 
 
-def test_strings_are_counted_and_skipped(tmp_path):
-    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
-    writer.add_token_list(["a", "bc", ""])
-    writer.add_array("llama.attention.head_count", [8, 8])
-    finish(writer)
-    header = read_header(tmp_path / "a.gguf")
-    assert header.metadata["tokenizer.ggml.tokens"] == Strings(3)
-    assert header.metadata["llama.attention.head_count"].tolist() == [8, 8]
-    assert header.tensors == {}
-
-
 @pytest.mark.parametrize("kind", gguf.GGMLQuantizationType)
 def test_every_encoding_has_its_name_and_size(tmp_path, kind):
     """The next tensor begins where it ends."""
@@ -337,20 +325,6 @@ def test_a_tensor_of_another_encoding_than_it_says(tmp_path, encoding):
             open_gguf(bad)
             continue
         refused(open_gguf, bad, match=r"bad\.gguf: (tensor \S+: expected offset \d+|cut short)")
-
-
-def test_which_file_is_meant(tmp_path):
-    file = write(tmp_path / "one.gguf")
-    assert open_source(tmp_path).checkpoint.header.file == file
-    write(tmp_path / "two.gguf")
-    refused(open_source, tmp_path, match=r"2 GGUF files: name one of one\.gguf, two\.gguf")
-
-
-def test_a_missing_tokenizer_is_named(tmp_path, capsys):
-    """The file has no vocabulary either."""
-    file = write(tmp_path / "model.gguf")
-    assert _run(["generate", "--model", str(file), "--prompt", "a"]) == 2
-    assert f"{tmp_path}/tokenizer.json: no such file" in capsys.readouterr().err
 
 
 def test_quantised_values_of_a_graph():

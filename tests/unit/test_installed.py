@@ -250,17 +250,6 @@ def test_a_cache_folder_that_is_not_needed_may_be_unusable(machine, monkeypatch)
         machine(REQUIRED_FLAGS["cascadelake"])
 
 
-@pytest.mark.parametrize("names", [[INDEX, "graph.graph.xz"], ["graph.graph.xz"]])
-def test_another_targets_files_under_this_ones_name_are_not_taken(machine, names):
-    for name in names:
-        (machine.kernels / "sapphirerapids" / name).replace(machine.kernels / "haswell" / name)
-    if INDEX in names:
-        assert machine(REQUIRED_FLAGS["haswell"]) == "compiled here"
-    else:
-        with pytest.warns(RuntimeWarning, match="it holds other graphs"):
-            assert machine(REQUIRED_FLAGS["haswell"]) == "compiled here"
-
-
 @pytest.mark.parametrize(
     ("said", "damage"),
     [

@@ -8,7 +8,7 @@ import pytest
 
 from paged_kv.cli import _run
 from paged_kv.errors import ContractError
-from paged_kv.numa import Placement, nodes, place, set_numa
+from paged_kv.numa import Placement, nodes, place
 
 TWO = {0: frozenset({0, 1, 4}), 2: frozenset({2, 3, 5})}
 
@@ -70,8 +70,3 @@ def test_the_system_has_the_policy(where, mode):
 def test_the_option_refuses_other_values(command, capsys):
     assert _run([command, "--threads", "0", "--numa", "9999"]) == 2, "--threads, which starts threads, comes after it"
     assert capsys.readouterr().err.startswith("error: --numa: a NUMA node is one of ")
-
-
-def test_the_call_refuses_them_too():
-    with pytest.raises(ContractError, match="not 'both'"):
-        set_numa("both")

@@ -13,25 +13,12 @@ from paged_kv.calls.table import DENSE_NAMES, KV_NAMES, Table
 from paged_kv.errors import ContractError, ContractTypeError, PageTableError, ShapeError
 from paged_kv.options import NO_PAGE
 from paged_kv.page import get_batch_indices_positions, get_seq_lens
-from support.cases import UNUSED_PAGE
 from support.kinds import INDEX_KINDS, kind_of, make
 from support.properties import examples
 
 
 def table(indptr, indices, last_page_len, page_size=4, names=KV_NAMES) -> Table:
     return Table.csr(*(np.array(x, np.int32) for x in (indptr, indices, last_page_len)), page_size, names)
-
-
-def test_lengths_and_dense_table():
-    it = table([0, 2, 2, 3], [5, 3, 9, 77], [1, 0, 4])
-    assert it.lengths.tolist() == [5, 0, 4]
-    assert table([0, 0], [], [4]).lengths.tolist() == [0]  # the last page of a request without pages does not count
-    assert it.lengths.dtype == np.int32
-    assert it.num_pages.tolist() == [2, 0, 1]
-    assert it.lookup_table.tolist() == [[5, 3], [NO_PAGE, NO_PAGE], [9, NO_PAGE]]
-    assert it.lookup_table.dtype == np.uint32
-    assert NO_PAGE == UNUSED_PAGE
-    it.check(10)
 
 
 def test_the_dense_table_is_a_copy():

@@ -1,6 +1,5 @@
 """The page pool: what it gives and refuses, and corrupted states. test_sharing_machine.py tries any order of calls."""
 
-import numpy as np
 import pytest
 
 from paged_kv.errors import ContractError, ContractTypeError, IntegrityError, PoolExhausted
@@ -105,13 +104,6 @@ def test_bad_token_counts_are_refused_and_change_nothing(count, error):
             call(name, count)
         assert len(str(caught.value)) < 300
     assert (pool.pages("a"), pool.length("a"), pool.num_free) == ((0,), 1, 1)
-
-
-def test_numpy_counts_are_taken_as_ints():
-    pool = PagePool(np.int64(2), np.uint32(4))
-    pool.start("a", np.int32(5))
-    assert type(pool.length("a")) is int
-    assert pool.pages("a") == (0, 1)
 
 
 def pages_of(state, request):

@@ -77,13 +77,6 @@ def test_one_file_has_several_names_and_is_found_once(store, whole):
     assert (alone.content, alone.digests, alone.names) == (b"alone", {C}, {C})
 
 
-def test_a_name_is_replaced_and_the_others_stay(store):
-    keep(store, A, content=b"new")
-    assert contents(store, A, B) == [b"new", CONTENT]
-    keep(store, A, B, content=b"newer")
-    assert contents(store, A, B) == [b"newer"]
-
-
 def test_without_hard_links_each_name_is_a_copy(store, monkeypatch):
     def refuse(*_):
         raise OSError("not supported")
