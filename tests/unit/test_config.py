@@ -25,6 +25,11 @@ def test_a_sharpening_of_0_is_as_not_said(tmp_path):
     assert found.rope.scaling.attention_factor == pytest.approx(0.1 * np.log(8) + 1)
 
 
+def test_nothing_said(tmp_path):
+    config = read_config(tmp_path)
+    assert (config.bos_token_id, config.eos_token_ids, config.dtype) == (None, (), None)
+
+
 def test_everything_said(tmp_path):
     config = read_config(
         tmp_path,
