@@ -116,6 +116,7 @@ def test_round_trip_between_the_two_tables(drawn):
     assert back.num_pages.tolist() == it.num_pages.tolist()
     assert back.used.tolist() == it.used.tolist()
     assert back.lengths.tolist() == it.lengths.tolist()
+    assert it.lengths.dtype == np.int32
     for length, owned, last in zip(it.lengths.tolist(), pages, it.arrays[2].tolist(), strict=True):
         assert length == ((len(owned) - 1) * it.page_size + last if owned else 0)
 
