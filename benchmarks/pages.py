@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import CHECKOUT
+from paged_kv.bench.other_work import footnote, marked_title
 from paged_kv.bench.report import share_cell
 from paged_kv.bench.results import Results, Row, read_results
 
@@ -55,9 +56,11 @@ def markdown(families: Sequence[Results], picture: str, rooflines: str) -> str:
         lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
         for row in shown:
             factors = (_factor(row, name) for name in others)
-            cells = [row["title"], f"{_three(row['ms'])} ms, {row['rate']}", share_cell(row)]
+            cells = [marked_title(row), f"{_three(row['ms'])} ms, {row['rate']}", share_cell(row)]
             cells += ["" if factor is None else f"{factor:.2g}x" for factor in factors]
             lines.append(f"| {' | '.join(cells)} |")
+        if note := footnote(shown):
+            lines += ["", f"\\{note}"]
     return "\n".join(lines)
 
 

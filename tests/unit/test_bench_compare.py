@@ -12,7 +12,7 @@ from paged_kv.cli import _run
 from paged_kv.errors import ContractError
 
 
-def row(case="a", *, ms=1.0, share=None, right=True, note=None, **ratios):
+def row(case="a", *, ms=1.0, share=None, right=True, note=None, other_work=None, **ratios):
     """As `results.row_of` makes it; a peer of ratio 0 was wrong."""
     figures = {"note": None, "ms": None, "rate": None, "gb_per_s": None, "error": None}
     peers = [
@@ -26,6 +26,7 @@ def row(case="a", *, ms=1.0, share=None, right=True, note=None, **ratios):
         "share_target": None,
         "right": right,
         "note": note,
+        "other_work": other_work,
         "versus": [{"label": "others", "at_least": None, "peers": peers}],
     }
 
@@ -55,6 +56,25 @@ def test_a_tolerance_separates_slower_from_the_same(share, verdict):
     assert found[0].verdict(0.05) == verdict
     assert slower(found, 0.05) == (found if verdict == "SLOWER" else [])
     assert slower(found, 0.2) == []
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "sides", "verdict"),
+    [
+        (0.2, 0.0, "then", "not comparable"),
+        (None, 0.2, "now", "not comparable"),
+        (0.2, 0.2, "then and now", "not comparable"),
+        (None, 0.05, "", "SLOWER"),
+    ],
+)
+def test_a_marked_row_is_not_slower_but_not_comparable(then, now, sides, verdict):
+    slow = changes([row(share=0.8, other_work=then)], [row(share=0.4, other_work=now)])
+    assert (slow[0].other_work, slow[0].verdict(0.05)) == (sides, verdict)
+    assert slower(slow, 0.05) == (slow if verdict == "SLOWER" else [])
+    fast = changes([row(share=0.4, other_work=then)], [row(share=0.8, other_work=now)])
+    assert (fast[0].other_work, fast[0].verdict(0.05)) == (sides, "faster")
+    wrong = changes([row(other_work=then)], [row(right=False, other_work=now)])
+    assert wrong[0].verdict(0.05) == "LOST"
 
 
 def test_a_figure_that_is_gone_counts_as_slower():
@@ -94,11 +114,13 @@ def written(path, family, *rows):
 
 
 def test_two_files_are_compared(tmp_path, capsys):
-    old = written(tmp_path / "old.csv", "znver5", row("hnd", share=0.8), row("f16", x=2))
-    new = written(tmp_path / "new.csv", "znver5", row("hnd", share=0.7), row("f16", x=3))
+    old = written(tmp_path / "old.csv", "znver5", row("hnd", share=0.8), row("f16", x=2), row("f32", x=4))
+    new = written(
+        tmp_path / "new.csv", "znver5", row("hnd", share=0.7), row("f16", x=3), row("f32", x=3, other_work=0.5)
+    )
     assert _run(["bench", "--compare", old, "--measured", new]) == 1
     out = capsys.readouterr().out
-    for words in ("by more than 5%", "share", "0.80", "0.70", "0.87", "SLOWER", "faster"):
+    for words in ("by more than 5%", "share", "0.80", "0.70", "0.87", "SLOWER", "faster", "not comparable", "now"):
         assert words in out
     assert _run(["bench", "--compare", old, "--measured", new, "--tolerance", "0.2"]) == 0
     assert _run(["bench", "--compare", old, "--measured", old]) == 0

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -12,6 +13,7 @@ from rich.console import Console
 from paged_kv.bench import provenance, report
 from paged_kv.bench.cases import QUICK, USUAL, cases_of, selected
 from paged_kv.bench.goals import with_goal
+from paged_kv.bench.other_work import CpuTimes, footnote, is_marked, other_work
 from paged_kv.bench.results import read_results, write_results
 from paged_kv.bench.results import row_of as plain_row
 from paged_kv.bench.run import Run
@@ -111,6 +113,47 @@ def test_a_wrong_result_and_a_missing_figure_are_told():
     text = console.export_text()
     for words in ("0.80", "2x vLLM CPU, page 16", "wrong result", "crashed: SIGABRT", "0.67 of memcpy"):
         assert words in text
+
+
+def test_other_work_marks_a_row():
+    jobs = {"-": fake_job(6e-3, 25), "torch": fake_job(8e-3, 25, 40e-3)}
+    row = row_of(BY_NAME["f16"], jobs, FACTS)
+    assert (row["other_work"], is_marked(row), footnote([row])) == (None, False, "")  # unknown
+    jobs["-"]["other_work"], jobs["torch"]["other_work"] = 0.01, 0.31
+    busy = row_of(BY_NAME["f16"], jobs, FACTS)
+    assert (busy["other_work"], busy["versus"][0]["peers"][0]["other_work"]) == (0.31, 0.31)
+    console = Console(record=True, width=160, file=io.StringIO())
+    report.print_table([row, busy], console)
+    text = console.export_text()
+    assert text.count(f"{busy['title']} *") == 1
+    assert "* Other processes used more than 0.05 of the cores' time: f16 0.31." in text
+
+
+def write_proc(folder, cores, processes):
+    """`cores`: busy and idle ticks of each; `processes`: by id, the parent, ticks, and ticks of ended children."""
+    lines = [f"cpu{core} {busy} 0 0 {idle} 0 0 0 0 0 0" for core, (busy, idle) in cores.items()]
+    folder.mkdir()
+    (folder / "stat").write_text("\n".join([f"cpu  {10**9} 0 0 0 0 0 0 0 0 0", *lines, "ctxt 7"]))
+    for process, (parent, ticks, ended) in processes.items():
+        (folder / str(process)).mkdir()
+        text = f"{process} (a (name) 1) R {parent} {'0 ' * 9}{ticks} 0 {ended} 0 20 0 1\n"
+        (folder / str(process) / "stat").write_text(text)
+    return CpuTimes.read(folder)
+
+
+def test_other_work_is_what_no_descendant_did(tmp_path, monkeypatch):
+    """In 100 ticks of two cores we are busy for 110, 80 of them in descendants, and a stranger for 50."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2})
+    monkeypatch.setattr(os, "getpid", lambda: 30)
+    others = {1: (0, 5000, 0), 40: (1, 70, 0)}
+    before = write_proc(
+        tmp_path / "a", {0: (500, 0), 1: (0, 0), 2: (0, 500)}, others | {30: (1, 10, 0), 31: (30, 9, 1)}
+    )
+    after_of = {0: (600, 0), 1: (100, 0), 2: (60, 540)}
+    processes = {1: (0, 5000, 0), 40: (1, 120, 0), 30: (1, 40, 20), 31: (30, 19, 11), 32: (31, 40, 0)}
+    after = write_proc(tmp_path / "b", after_of, processes)
+    assert other_work(before, after) == 0.25
+    assert other_work(before, before) is other_work(None, after) is CpuTimes.read(tmp_path / "none") is None
 
 
 # --- the command

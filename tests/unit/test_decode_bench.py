@@ -86,6 +86,7 @@ def test_a_page_gets_the_families_side_by_side(tmp_path):
     }
     other = {"machine": "another machine", "date": "2026-11-22", "commit": "def"}
     families = [results_of("sapphirerapids", first, commit="abc"), results_of("znver5", second, **other)]
+    families[1]["rows"][0]["other_work"] = 0.4
     page = tmp_path / "performance.md"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     pages.update_page(page, pages.markdown(families, "bars.png", "results/{family}.png"))
@@ -98,7 +99,9 @@ def test_a_page_gets_the_families_side_by_side(tmp_path):
     assert "| case | paged-kv | share of read bandwidth (target) | vLLM | torch |\n" in one
     assert "| bf16, NHD, page 16, B 8, 32/8, L 4096 | 6.71 ms, 20.0 GB/s | 0.80 (0.85) | 2x | 3x |" in one
     assert "another machine; 2026-11-22; 80 GB/s read" in another
-    assert "| bf16, NHD, page 16, B 8, 32/8, L 4096 | 2.24 ms, 60.0 GB/s | 0.75 (0.8 or a factor) | 2.6x |" in another
+    assert "\\* Other processes used more than 0.05 of the cores' time: bf16 0.40." in another
+    assert "\\* Other processes" not in one
+    assert "| bf16, NHD, page 16, B 8, 32/8, L 4096 * | 2.24 ms, 60.0 GB/s | 0.75 (0.8 or a factor) | 2.6x |" in another
     assert "Slower than another system: linear bf16, 8192 x 4096, 1 row (torch 0.5x)." in another
     assert not any(word in text for word in ("SIGABRT", "append 1 x 4096"))
     page.write_text("nothing")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from paged_kv.bench.other_work import is_marked
 from paged_kv.bench.results import Row
 from paged_kv.errors import ContractError
 
@@ -26,6 +27,8 @@ class Change:
     factor: float | None
     lost: bool = False
     """True if a figure or a correct result has been lost."""
+    other_work: str = ""
+    """The sides, "then" and "now", of which the row is marked for other processes' work."""
 
     def verdict(self, tolerance: float) -> str:
         if self.lost:
@@ -33,7 +36,7 @@ class Change:
         if self.factor is None:
             return "new"
         if self.factor < 1 - tolerance:
-            return "SLOWER"
+            return "not comparable" if self.other_work else "SLOWER"
         return "faster" if self.factor > 1 + tolerance else "same"
 
 
@@ -49,7 +52,10 @@ def check_family(old: Mapping[str, Any], path: Path, family: str) -> None:
 def changes(old: Sequence[Row], new: Sequence[Row]) -> list[Change]:
     """A change for every row of `new`."""
     before = {row["case"]: row for row in old}
-    return [_change(before.get(row["case"]), row) for row in new]
+    return [
+        replace(_change(old, row), other_work=_marked_sides(old, row))
+        for row, old in ((row, before.get(row["case"])) for row in new)
+    ]
 
 
 def slower(compared: Sequence[Change], tolerance: float) -> list[Change]:
@@ -59,12 +65,18 @@ def slower(compared: Sequence[Change], tolerance: float) -> list[Change]:
 
 def print_changes(compared: Sequence[Change], tolerance: float, console: Console) -> None:
     table = Table(title=f"Slower or faster: by more than {tolerance:.0%}", title_justify="left")
-    for name in ("case", "by", "then", "now", "factor", ""):
+    for name in ("case", "by", "then", "now", "factor", "", "other work"):
         table.add_column(name, justify="right" if name in ("then", "now", "factor") else "left")
     for change in compared:
         factor = "" if change.factor is None else f"{change.factor:.2f}"
-        table.add_row(change.case, change.measure, change.old, change.new, factor, change.verdict(tolerance))
+        cells = change.case, change.measure, change.old, change.new, factor, change.verdict(tolerance)
+        table.add_row(*cells, change.other_work)
     console.print(table)
+
+
+def _marked_sides(old: Row | None, new: Row) -> str:
+    sides = {"then": old, "now": new}
+    return " and ".join(name for name, row in sides.items() if row is not None and is_marked(row))
 
 
 def _change(old: Row | None, new: Row) -> Change:

@@ -21,6 +21,7 @@ from max.driver import set_virtual_cpu_target
 
 from paged_kv.bench.case_kinds import AppendCase, Case, named
 from paged_kv.bench.cases import CASES, PEERS
+from paged_kv.bench.other_work import CpuTimes, other_work
 from paged_kv.bench.peer import Peer
 from paged_kv.bench.problems import problem_of
 from paged_kv.errors import ContractError
@@ -84,7 +85,9 @@ def measure(case: Case, peer: Peer | None, repeats: int, seed: int, *, with_prof
         except Exception as error:
             return {"peer": {"name": peer.name, "note": f"failed: {_line(error)}"}}
         runs["peer"] = peer.run
+    before = CpuTimes.read()
     times = take_turns(runs, max(repeats, MIN_REPEATS))
+    result["other_work"] = other_work(before, CpuTimes.read())
     for name, system in (("ours", ours), ("peer", peer)):
         if system is not None:
             off, allowed = system.error(problem), problem.tolerance * (1 if system is ours else PEER_SLACK)

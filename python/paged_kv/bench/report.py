@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from paged_kv.bench.other_work import footnote, marked_title
 from paged_kv.bench.results import Row
 
 
@@ -37,8 +38,10 @@ def print_table(rows: Sequence[Row], console: Console) -> None:
     for row in rows:
         ms = row["note"] or f"{row['ms']:.2f}"
         lines = filter(None, map(versus_line, row["versus"]))
-        table.add_row(row["title"], ms, row["rate"], share_cell(row), "\n".join(lines))
+        table.add_row(marked_title(row), ms, row["rate"], share_cell(row), "\n".join(lines))
     console.print(table)
+    if note := footnote(rows):
+        console.print(note, markup=False, highlight=False)
     for row in rows:
         if row.get("profile"):
             console.print(f"{row['title']}:", *row["profile"], sep="\n", markup=False, highlight=False)

@@ -3,7 +3,8 @@
 The file of a CPU family has a line a measurement, ours or a peer's (`key`), with its case, machine, load, date and
 commit. `title`, `bytes` and `flops` are the case's. `ratio` is a peer's time over ours, `target` the share or factor
 that is aimed at, `either` whether one target of the case is enough. A line of the case "version" has a system's version
-as its `name`; one of "peak" has the FLOP/s of a matrix product of torch as its `flops`.
+as its `name`; one of "peak" has the FLOP/s of a matrix product of torch as its `flops`. `other_work` is the share of
+the cores that other processes used during the turns, in our line the largest of all jobs; older files do not have it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paged_kv.bench.case_kinds import Case, Versus
+from paged_kv.bench.other_work import worst
 from paged_kv.errors import ContractError
 
 Row = dict[str, Any]
@@ -23,10 +25,11 @@ Results = dict[str, Any]
 """Those of a CPU family: "family", "versions" and "peaks" by name, and "rows"."""
 
 INTEGERS = ("bytes", "flops")
-FLOATS = ("ms", "gb_per_s", "ceiling_gb_per_s", "read_gb_per_s", "share", "ratio", "target", "error", "load")
+_OF_BANDWIDTH = ("gb_per_s", "ceiling_gb_per_s", "read_gb_per_s", "share")
+FLOATS = ("ms", *_OF_BANDWIDTH, "ratio", "target", "error", "load", "other_work")
 FLAGS = ("either", "right")
 OF_CASE = ("case", "title", "bytes", "flops", "ceiling", "either", "machine", "load", "date", "commit")
-OF_SYSTEM = ("key", "name", "label", "ms", "rate", "gb_per_s", "ceiling_gb_per_s", "read_gb_per_s", "share", "ratio")
+OF_SYSTEM = ("key", "name", "label", "ms", "rate", *_OF_BANDWIDTH, "ratio")
 FIELDS = ("family", *OF_CASE, *OF_SYSTEM, "target", "error", "right", "note", "profile")
 
 
@@ -61,6 +64,7 @@ def row_of(case: Case, jobs: Mapping[str, Mapping[str, Any]], provenance: Mappin
         "right": is_right,
         "note": note,
         "versus": [_versus(case, versus, jobs) for versus in case.versus],
+        "other_work": worst(job.get("other_work") for job in jobs.values()),
         **provenance,
         **({"profile": lines} if (lines := jobs.get("-", {}).get("profile")) else {}),
     }
@@ -113,7 +117,7 @@ def _peer(case: Case, key: str, job: Mapping[str, Any]) -> dict[str, Any]:
     row["error"], row["right"] = peer.get("error"), peer.get("right")
     if measured and not peer["right"]:
         row["note"] = _wrong(peer["error"])
-    return row
+    return row | {"other_work": job.get("other_work")}
 
 
 def _wrong(error: float) -> str:
@@ -217,7 +221,8 @@ def _add(results: Results, record: dict[str, Any]) -> None:
         if not versus or versus[-1]["label"] != record["label"]:
             versus.append({"label": record["label"], "ratio": None, "peers": [], "at_least": target})
         names = ("key", "name", "note", "ms", "rate", "gb_per_s", "ratio", "error", "right")
-        versus[-1]["peers"].append({name: record[name] for name in names})
+        others = {name: record[name] for name in ("other_work",) if name in record}
+        versus[-1]["peers"].append({name: record[name] for name in names} | others)
         versus[-1]["ratio"] = _fastest(versus[-1]["peers"])
 
 

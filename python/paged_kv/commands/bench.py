@@ -50,7 +50,8 @@ def bench(
     Brackets hold this project's targets. Results of cases that did not run this time, and of other CPU families, stay
     as they were. --compare says for each
     case whether it became slower or faster than in an older file: by its share of the bandwidth, else by the factors
-    over other systems, else by its time. The exit status is 1 where one is slower.
+    over other systems, else by its time. The exit status is 1 where one is slower. A row during which other processes
+    used more than 0.05 of the cores' time is marked with *, and is not comparable where it is slower.
     """
     from rich.console import Console
 
