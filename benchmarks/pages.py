@@ -2,7 +2,8 @@
 
     paged-kv bench --all --out benchmarks/results/decode_cpu && python -m benchmarks.pages
 
-The folder has a file of each CPU family; a roofline is drawn beside each. The README has the picture of all families.
+The folder has a file of each CPU family; a roofline and bars of all its cases are drawn beside each. The README has six
+bars of one family.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import CHECKOUT
-from paged_kv.bench.other_work import footnote, marked_title
+from paged_kv.bench.other_work import footnote, is_marked, marked_title
 from paged_kv.bench.report import share_cell
 from paged_kv.bench.results import Results, Row, read_results
 
 RESULTS = "benchmarks/results/decode_cpu"
 BARS = "docs/pictures/decode_cpu_bars.png"
+BARS_END = "_bars"
+"""After a family's name, in the file of the bars of its cases."""
 MARK = "decode_cpu"
 """The section of a page between `<!-- decode_cpu: begin -->` and `<!-- decode_cpu: end -->` is written here."""
 PAGE_CASES = (
@@ -28,6 +31,15 @@ PAGE_CASES = (
 """The cases of the page; the results have all."""
 OTHERS = ("vLLM", "torch", "MAX", "Hugging Face transformers", "llama.cpp", "OpenVINO")
 """Systems of the page's columns: the beginnings of their labels."""
+SIX = {
+    "bf16": "decode attention, 8 requests",
+    "step-1": "decode step, 1 request",
+    "step-8": "decode step, 8 requests",
+    "step-q4_k_m-8": "the same with Q4_K_M weights",
+    "step-prefill": "prompt of 256 tokens",
+    "e4m3": "attention over a float8 cache",
+}
+"""The cases of the README's picture, by the name of their bar."""
 LONGEST = 8.0
 """Longer bars are cut here, and say so: the axis begins at 0, so that lengths can be compared."""
 OURS, THEIRS = "#c2410c", "#64748b"
@@ -39,20 +51,23 @@ def write() -> None:
     families = [read_results(path) for path in paths]
     for path, results in zip(paths, families, strict=True):
         draw_roofline(results, path.with_suffix(".png"))
-    draw_bars(families, CHECKOUT / BARS)
-    section = markdown(families, BARS.removeprefix("docs/"), f"../{RESULTS}/{{family}}.png")
-    update_page(CHECKOUT / "docs" / "performance.md", section)
+        draw_bars(results, path.with_name(f"{path.stem}{BARS_END}.png"))
+    draw_six(families, CHECKOUT / BARS)
+    links = " ".join(
+        f"[{name}](../{RESULTS}/{{family}}{end}.png)." for name, end in (("All cases", BARS_END), ("Roofline", ""))
+    )
+    update_page(CHECKOUT / "docs" / "performance.md", markdown(families, links))
 
 
-def markdown(families: Sequence[Results], picture: str, rooflines: str) -> str:
-    """The page's section: the bars and a table a family. `rooflines` is a link's target, with `{family}` in it."""
-    lines = [f"![Time of other systems in units of paged-kv's]({picture})"]
+def markdown(families: Sequence[Results], links: str) -> str:
+    """The page's section: a table a family. `links` lead to its pictures, with `{family}` in them."""
+    lines: list[str] = []
     for results in families:
         rows = {row["case"]: row for row in _measured(results)}
         shown = [rows[name] for name in PAGE_CASES if name in rows]
         others = [name for name in OTHERS if any(_factor(row, name) is not None for row in shown)]
         columns = ["case", "paged-kv", "share of read bandwidth (target)", *others]
-        lines += ["", f"{_where(results)} [Roofline]({rooflines.format(family=results['family'])}).{_slower(rows)}", ""]
+        lines += ["", f"{_where(results)} {links.format(family=results['family'])}{_slower(rows)}", ""]
         lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
         for row in shown:
             factors = (_factor(row, name) for name in others)
@@ -61,7 +76,7 @@ def markdown(families: Sequence[Results], picture: str, rooflines: str) -> str:
             lines.append(f"| {' | '.join(cells)} |")
         if note := footnote(shown):
             lines += ["", f"\\{note}"]
-    return "\n".join(lines)
+    return "\n".join(lines[1:])
 
 
 def _factor(row: Row, system: str) -> float | None:
@@ -94,12 +109,6 @@ def update_page(page: Path, section: str, mark: str = MARK) -> None:
     page.write_text(f"{text[: begin + len(first)]}\n{section}\n{text[end:]}")
 
 
-def by_case(families: Sequence[Results]) -> dict[str, list[Row | None]]:
-    """Each case's row in every family, None where it has no figure, in the order of the first family that has it."""
-    measured = [{row["case"]: row for row in _measured(results)} for results in families]
-    return {name: [rows.get(name) for rows in measured] for name in dict.fromkeys(n for rows in measured for n in rows)}
-
-
 def ratios(row: Row) -> dict[str, float]:
     """By comparison, the factor over other systems than ours."""
     return {
@@ -128,52 +137,104 @@ def _three(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def draw_bars(families: Sequence[Results], path: Path) -> None:
-    """Writes a PNG: how many times as long as paged-kv other systems take, case by case, a panel a CPU family."""
+def six_rows(results: Results) -> dict[str, Row]:
+    """The family's rows of `SIX` that have a figure to draw and no mark of other work."""
+    rows = {row["case"]: row for row in _measured(results) if not is_marked(row)}
+    return {name: rows[name] for name in SIX if name in rows and six_bar(rows[name]) is not None}
+
+
+def six_bar(row: Row) -> tuple[float, str] | None:
+    """The speed of paged-kv over another one and what that is: a read loop for decode attention, our own bfloat16 cache
+    for a float8 one, else the fastest other system. None if that was not measured.
+    """
+    if row["case"] == "bf16":
+        return row["share"], "reading memory"
+    if row["case"] == "e4m3":
+        own = [(versus["ratio"], "a bfloat16 cache") for versus in row["versus"] if versus["ratio"]]
+        return min(own, default=None)
+    return min(((ratio, label) for label, ratio in ratios(row).items()), default=None)
+
+
+def with_most_bars(families: Sequence[Results]) -> Results:
+    """The family with the most bars; of several the one measured last."""
+
+    def order(results: Results) -> tuple[int, str]:
+        rows = six_rows(results).values()
+        return len(rows), max((row["date"] for row in rows), default="")
+
+    return max(families, key=order)
+
+
+def draw_six(families: Sequence[Results], path: Path) -> None:
+    """Writes a PNG, readable at 800 pixels: `SIX` of the family with the most of them; nothing where none has any."""
+    results = with_most_bars(families)
+    if not (rows := six_rows(results)):
+        return
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    cases = {name: rows for name, rows in by_case(families).items() if any(row and ratios(row) for row in rows)}
-    others = {
-        name: dict.fromkeys(label for row in rows if row for label in ratios(row)) for name, rows in cases.items()
-    }
-    bars = sum(1 + len(labels) for labels in others.values())
-    figure, panels = pyplot.subplots(
-        1, len(families), figsize=(5 + 4 * len(families), 1 + 0.18 * (bars + len(cases))), dpi=100, squeeze=False
-    )
-    for at, (results, axes) in enumerate(zip(families, panels[0], strict=True)):
-        y, ticks = 0.0, []
-        for name, rows in cases.items():
-            ticks.append(y)
-            row = rows[at]
-            for label in (None, *others[name]):
-                if row is not None:
-                    _bar(axes, y, row, label)
-                y += 1
-            y += 0.8
-        titles = (
-            [next(row["title"] for row in rows if row) for rows in cases.values()] if at == 0 else [""] * len(cases)
+    figure, axes = pyplot.subplots(figsize=(8, 1.45 + 0.42 * len(rows)), dpi=200)
+    longest = 1.0
+    for y, row in enumerate(rows.values()):
+        speed, other = six_bar(row) or (0.0, "")
+        longest = max(longest, speed)
+        axes.barh(y, speed, color=OURS, height=0.62)
+        axes.annotate(
+            f"{speed:.2f}x {other}", (max(speed, 1), y), (6, 0), textcoords="offset points", va="center", fontsize=10.5
         )
-        axes.set_yticks(ticks, titles, fontsize=8)
-        axes.set_ylim(y, -1)
-        axes.set_xlim(0, LONGEST + 4.5)
-        axes.set_xticks(range(int(LONGEST) + 1))
-        dates = sorted(row["date"] for rows in cases.values() if (row := rows[at]))
-        axes.set_title(f"{results['family']}, {dates[-1] if dates else ''}", fontsize=9, loc="left")
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.supxlabel("time in units of paged-kv's in the same run; // = longer than the picture", fontsize=8)
+    axes.axvline(1, color="black", linewidth=1.2)
+    axes.set_yticks(range(len(rows)), [SIX[name] for name in rows], fontsize=10.5)
+    axes.set(ylim=(len(rows) - 0.5, -0.5), xlim=(0, 1.8 * longest), xticks=[])
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    axes.tick_params(length=0)
+    axes.set_title("Speed of paged-kv over the fastest other system's", fontsize=11.5, loc="left")
+    machine = next(iter(rows.values()))["machine"].partition(" (")[0]
+    dates = ", ".join(sorted({row["date"] for row in rows.values()}))
+    scale = "Longer is faster; the line is 1x. Models: 1.1 G parameters, bfloat16."
+    caption = f"{scale}\n{machine} ({results['family']}), {dates}"
+    axes.set_xlabel(caption, fontsize=10, loc="left")
+    figure.tight_layout()
+    save(figure, path)
+    pyplot.close(figure)
+
+
+def draw_bars(results: Results, path: Path) -> None:
+    """Writes a PNG: how many times as long as paged-kv other systems take in the cases of a CPU family.
+
+    Nothing is written where no other system was measured.
+    """
+    rows = [row for row in _measured(results) if ratios(row)]
+    if not rows:
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    bars = sum(1 + len(ratios(row)) for row in rows)
+    figure, axes = pyplot.subplots(figsize=(9, 1 + 0.18 * (bars + len(rows))), dpi=100)
+    y, ticks = 0.0, []
+    for row in rows:
+        ticks.append(y)
+        for label in (None, *ratios(row)):
+            _bar(axes, y, row, label)
+            y += 1
+        y += 0.8
+    axes.set_yticks(ticks, [marked_title(row) for row in rows], fontsize=8)
+    axes.set(ylim=(y, -1), xlim=(0, LONGEST + 4.5), xticks=range(int(LONGEST) + 1))
+    axes.set_title(f"{results['family']}, {max(row['date'] for row in rows)}", fontsize=9, loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("time in units of paged-kv's in the same run; // = longer than the picture", fontsize=8)
     figure.tight_layout()
     save(figure, path)
     pyplot.close(figure)
 
 
 def _bar(axes: Any, y: float, row: Row, label: str | None) -> None:
-    """Ours (None), or the other system of that label where it was measured."""
-    found = 1.0 if label is None else ratios(row).get(label)
-    if found is None:
-        return
+    """Ours (None), or the other system of that label."""
+    found = 1.0 if label is None else ratios(row)[label]
     text = f"{row['ms']:.3g} ms  paged-kv" if label is None else f"{found:.2g}x  {label}"
     axes.barh(y, min(found, LONGEST), color=OURS if label is None else THEIRS, height=0.8)
     text = f"// {text}" if found > LONGEST else text

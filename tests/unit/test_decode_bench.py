@@ -89,7 +89,7 @@ def test_a_page_gets_the_families_side_by_side(tmp_path):
     families[1]["rows"][0]["other_work"] = 0.4
     page = tmp_path / "performance.md"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    pages.update_page(page, pages.markdown(families, "bars.png", "results/{family}.png"))
+    pages.update_page(page, pages.markdown(families, "[Roofline](results/{family}.png)."))
     text = page.read_text()
     assert text.startswith(f"before\n{BEGIN}\n")
     assert text.endswith(f"\n{END}\nafter\n")
@@ -134,13 +134,38 @@ def test_the_pages_have_the_families_side_by_side(checkout, capsys):
     assert (written["family"], written["peaks"]) == ("sapphirerapids", {"float32": 3e11})
     pages.write()
     assert {path.name for path in out.iterdir()} == {
-        f"{family}.{kind}" for family in ("sapphirerapids", "znver5") for kind in ("csv", "png")
+        f"{family}{end}" for family in ("sapphirerapids", "znver5") for end in (".csv", ".png", "_bars.png")
     }
     performance = (checkout / "docs/performance.md").read_text()
     for family in ("sapphirerapids", "znver5"):
-        assert f"(../benchmarks/results/decode_cpu/{family}.png)" in performance
-    assert f"({pages.BARS.removeprefix('docs/')})" in performance
-    assert (checkout / pages.BARS).read_bytes().startswith(b"\x89PNG")
+        for end in ("", "_bars"):
+            assert f"(../benchmarks/results/decode_cpu/{family}{end}.png)" in performance
+    assert not (checkout / pages.BARS).exists()  # f16 is none of the six
+
+
+def test_the_six_bars_are_of_the_family_with_most_of_them(tmp_path):
+    """One with a case that other work disturbed has fewer; the least factor of a case is that of the fastest system."""
+    names = ("bf16", "step-1", "step-prefill", "e4m3")
+    jobs = {
+        name: {"-": fake_job(1e-2, 25)} | {peer: fake_job(1e-2, 25, 2e-2) for peer in BY_NAME[name].peers}
+        for name in names
+    }
+    jobs["step-1"]["llama.cpp"] = fake_job(1e-2, 25, 1.5e-2)
+    jobs["step-1"]["vllm-step"] = fake_job(1e-2, 25, 0.1e-2, peer_right=False)
+    families = [
+        results_of(family, jobs, date=date) for family, date in (("znver4", "2026-11-21"), ("znver5", "2026-11-22"))
+    ]
+    rows = pages.six_rows(families[0])
+    assert list(rows) == list(names)
+    bars = {name: pages.six_bar(row) for name, row in rows.items()}
+    assert bars["step-1"] == (pytest.approx(1.5), "llama.cpp")
+    assert bars["bf16"] == (rows["bf16"]["share"], "reading memory")
+    assert bars["e4m3"] == (pytest.approx(2), "a bfloat16 cache")
+    assert pages.with_most_bars(families) is families[1]
+    families[1]["rows"][1]["other_work"] = 0.3
+    assert pages.with_most_bars(families) is families[0]
+    pages.draw_six(families, tmp_path / "six.png")
+    assert (tmp_path / "six.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_run_without_arithmetic_has_no_picture(checkout):
