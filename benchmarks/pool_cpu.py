@@ -22,8 +22,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
 
 PAGES, PAGE_SIZE, PROMPT, TURNS, REPEATS = 8192, 16, 32768, 9, 5
 STEPS = ("pages", "cold", "hit", "free")
@@ -34,40 +35,30 @@ def prompts() -> list[list[int]]:
     return [[generator.randrange(128000) for _ in range(PROMPT)] for _ in range(REPEATS)]
 
 
-class System(Protocol):
-    """A system that is timed."""
-
-    def run(self, prompt: list[int]) -> dict[str, float]:
-        """The time of each step in ms."""
-        ...
-
-
 class Ours:
-    """`PagePool` and `PrefixCache`."""
+    """`PagePool` and `PrefixCache`; `run` yields before the first of `STEPS` and after each."""
 
     def __init__(self) -> None:
         from paged_kv.pool import PagePool, PrefixCache
 
-        self._pool, self._known = PagePool(PAGES, PAGE_SIZE), PrefixCache
+        self._pool, self._cache = PagePool(PAGES, PAGE_SIZE), PrefixCache
 
-    def run(self, prompt: list[int]) -> dict[str, float]:
-        pool = self._pool
-        known = self._known(pool)
-        times = [time.perf_counter()]
+    def run(self, prompt: list[int]) -> Iterator[None]:
+        pool, cached = self._pool, self._cache(self._pool)
+        yield
         pool.start("pages", 2048 * PAGE_SIZE)
         pool.free("pages")
-        times.append(time.perf_counter())
-        known.start("cold", prompt)
-        known.store("cold", prompt)
-        times.append(time.perf_counter())
-        found = known.start("hit", prompt)
-        times.append(time.perf_counter())
+        yield
+        cached.start("cold", prompt)
+        cached.store("cold", prompt)
+        yield
+        hits = cached.start("hit", prompt)
+        yield
         pool.free("hit")
-        times.append(time.perf_counter())
-        assert found == PROMPT - PAGE_SIZE
+        yield
+        assert hits == PROMPT - PAGE_SIZE
         pool.free("cold")
-        known.clear()
-        return _differences(times)
+        cached.clear()
 
 
 class Vllm:
@@ -95,45 +86,39 @@ class Vllm:
         make: Any = self._request
         return make(name, prompt, self._sampling, None, block_hasher=self._hasher)
 
-    def run(self, prompt: list[int]) -> dict[str, float]:
+    def run(self, prompt: list[int]) -> Iterator[None]:
         manager = self._manager()
         pool = manager.block_pool
-        times = [time.perf_counter()]
+        yield
         pool.free_blocks(pool.get_new_blocks(2048))
-        times.append(time.perf_counter())
-        cold = self._ask("cold", prompt)
-        blocks, count = _found(manager, cold)
-        manager.allocate_slots(cold, PROMPT - count, count, blocks)
-        times.append(time.perf_counter())
-        hit = self._ask("hit", prompt)
-        blocks, count = _found(manager, hit)
-        manager.allocate_slots(hit, PROMPT - count, count, blocks)
-        times.append(time.perf_counter())
-        manager.free(hit)
-        times.append(time.perf_counter())
+        yield
+        for name in ("cold", "hit"):
+            request = self._ask(name, prompt)
+            blocks, count = manager.get_computed_blocks(request)[:2]
+            manager.allocate_slots(request, PROMPT - count, count, blocks)
+            yield
+        manager.free(request)
+        yield
         assert count == PROMPT - PAGE_SIZE
-        return _differences(times)
 
 
-def _found(manager: Any, request: Any) -> tuple[Any, int]:
-    blocks, count = manager.get_computed_blocks(request)[:2]
-    return blocks, count
+def timed(run: Iterator[None]) -> dict[str, float]:
+    """The time of each of `STEPS` in ms."""
+    times = [time.perf_counter() for _ in run]
+    return {step: 1e3 * (end - begin) for step, (begin, end) in zip(STEPS, pairwise(times), strict=True)}
 
 
-def _differences(times: list[float]) -> dict[str, float]:
-    return {step: 1e3 * (end - begin) for step, begin, end in zip(STEPS, times[:-1], times[1:], strict=True)}
-
-
-SYSTEMS: dict[str, Callable[[], System]] = {"paged-kv": Ours, "vLLM": Vllm}
+SYSTEMS = {"paged-kv": Ours, "vLLM": Vllm}
 
 
 def worker(system: str) -> None:
     """Runs a turn for each line on stdin; prints its times in ms."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever else is printed
-    made, asked = SYSTEMS[system](), prompts()
+    made: Ours | Vllm = SYSTEMS[system]()
+    asked = prompts()
     for _ in sys.stdin:
-        turns = [made.run(prompt) for prompt in asked]
+        turns = [timed(made.run(prompt)) for prompt in asked]
         answers.write(json.dumps({step: statistics.median(turn[step] for turn in turns) for step in STEPS}) + "\n")
 
 

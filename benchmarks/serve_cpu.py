@@ -17,11 +17,10 @@ What is not installed is left out, and the results say so:
     vLLM                paged_kv/bench/peers/vllm_step.py says how; PAGED_KV_VLLM_PYTHON names its interpreter
     llama.cpp           `llama-server` with `llama-quantize` beside it, by PAGED_KV_LLAMA_SERVER or on the PATH;
                         servers/http.py says how to build them. GGUF files are written with pip install gguf
-    the picture         pip install matplotlib
 
 A group takes up to 8 GB of memory with the small model and 16 GB with the large one, and some minutes.
 Writes FAMILY.csv, by LLVM's name of the CPU target, into benchmarks/results/serve_cpu; --update-pages the section of
-docs/performance.md and the picture.
+docs/performance.md.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ from benchmarks.serve_cases import CASES, MODELS, SIZES, TOGETHER, size_of
 from benchmarks.serve_checkpoint import write_checkpoint
 from benchmarks.serve_results import Row, merged, read_results, row_of, write_results
 from benchmarks.serve_run import Group
+from paged_kv.bench.other_work import CpuTimes, other_work
 from paged_kv.bench.provenance import cpu_family, provenance
 from paged_kv.errors import ContractError, PagedKVError
 from paged_kv.runtime.cache_folder import cache_folder
 
 RESULTS = CHECKOUT / "benchmarks" / "results" / "serve_cpu"
-PICTURE = "docs/pictures/serve_cpu_bars.png"
 GROUPS = tuple(dict.fromkeys(name for groups in TOGETHER.values() for name in groups))
 
 
@@ -60,7 +59,7 @@ GROUPS = tuple(dict.fromkeys(name for groups in TOGETHER.values() for name in gr
 @click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False), default=RESULTS, help="Folder for the CSV file."
 )
-@click.option("--update-pages", is_flag=True, help="Also write this checkout's table and picture.")
+@click.option("--update-pages", is_flag=True, help="Also write this checkout's table.")
 @click.option("--list", "only_list", is_flag=True, help="Name the cases and the groups.")
 def serve_cpu(
     models: tuple[str, ...],
@@ -97,7 +96,10 @@ def serve_cpu(
             click.echo(f"{model}, {group}: starting {', '.join(keys)} ...", err=True)
             with tempfile.TemporaryDirectory() as logs, Group(keys, checkpoint, Path(logs), size) as alive:
                 for case in cases:
-                    row = row_of(case, group, alive.measure(case, turns), provenance())
+                    before = CpuTimes.read()
+                    figures = alive.measure(case, turns)
+                    facts = provenance() | {"other_work": other_work(before, CpuTimes.read())}
+                    row = row_of(case, group, figures, facts)
                     write(path, [row], alive.versions)  # after every case: a run that is broken off is not in vain
                     click.echo(serve_report.text([row]))
     if update_pages:
@@ -112,11 +114,9 @@ def write(path: Path, rows: list[Row], versions: dict[str, str]) -> None:
 
 
 def write_pages(folder: Path, checkout: Path) -> None:
-    """The section of docs/performance.md and the picture, of the family measured last."""
+    """The section of docs/performance.md, of the family measured last."""
     families = [read_results(path) for path in sorted(folder.glob("*.csv"))]
-    newest = serve_report.newest(families)
-    serve_report.draw(newest, checkout / PICTURE)
-    section = f"![Tokens a second of servers](pictures/{Path(PICTURE).name})\n\n{serve_report.markdown(newest)}"
+    section = serve_report.markdown(serve_report.newest(families))
     update_page(checkout / "docs" / "performance.md", section, serve_report.MARK)
 
 

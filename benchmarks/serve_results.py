@@ -15,8 +15,9 @@ Row = dict[str, Any]
 Results = dict[str, Any]
 """Those of a CPU family: "family", "versions" by system, and "rows"."""
 FACTS = ("case", "group", "machine", "load", "date", "commit")
-FLOATS = ("rate", "first_ms", "ratio", "first_ratio", "at_least", "ms", "share", "load")
-FIELDS = ("family", *FACTS, "key", "other", "name", *FLOATS[:-1], "rates", "note")
+FIGURES = ("rate", "first_ms", "ratio", "first_ratio", "at_least", "ms", "share")
+FLOATS = (*FIGURES, "load", "other_work")
+FIELDS = ("family", *FACTS, "key", "other", "name", *FIGURES, "rates", "note")
 SERVING = "serving"
 """The `key` of what serving costs a step."""
 
@@ -100,11 +101,16 @@ def _median(values: Iterable[float]) -> float | None:
     return statistics.median(measured) if measured else None
 
 
+def _other_work(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The share of the cores that others used; nothing in files from before it was measured."""
+    return {name: row[name] for name in ("other_work",) if name in row}
+
+
 def write_results(results: Results, path: Path) -> None:
     """Writes the file of a CPU family: a line for each system, comparison and cost of serving in a case and group."""
     records = [{"case": "version", "key": name, "name": version} for name, version in results["versions"].items()]
     for row in results["rows"]:
-        facts = {name: row.get(name) for name in FACTS}
+        facts = {name: row.get(name) for name in FACTS} | _other_work(row)
         for key, system in row["systems"].items():
             rates = " ".join(f"{rate:.6g}" for rate in system["rates"])
             records.append(facts | {"key": key} | system | {"rates": rates})
@@ -122,7 +128,7 @@ def read_results(path: Path) -> Results:
     rows: dict[tuple[str, str], Row] = {}
     versions = {record["key"]: record["name"] for record in records if record["case"] == "version"}
     for record in records[len(versions) :]:
-        facts = {name: record[name] for name in FACTS}
+        facts = {name: record[name] for name in FACTS} | _other_work(record)
         row = rows.setdefault(
             (record["case"], record["group"]), facts | {"systems": {}, "versus": [], "overhead": None}
         )

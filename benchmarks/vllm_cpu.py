@@ -1,12 +1,11 @@
 """vLLM's engine on the CPU alone and with the plugin `paged_kv.vllm`: the time of a decode step.
 
     PAGED_KV_VLLM_PYTHON=.venv-vllm/bin/python python -m benchmarks.vllm_cpu [--batches 1 8] [--contexts 1024 4096]
-        [--turns 5] [--steps 6]
+        [--turns 31]
 
 The model is that of `benchmarks.transformers_cpu`, a Llama of 1.1 G random parameters in bfloat16, and the engine that
 of `paged-kv bench`, compiled as by default. B requests have one prompt, which is computed first. The two
-processes take turns, in rotated order; a turn is the median of its steps. Results are the medians of turns, and of the
-turns' ratios.
+processes take turns, a step each. Results are the medians of steps, and of the ratios within a turn.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ import argparse
 import os
 import random
 import tempfile
-import time
 from pathlib import Path
 from statistics import median
 
 from benchmarks.transformers_cpu import SIZES, random_model
+from paged_kv.bench.job import take_turns
 from paged_kv.bench.peers.vllm_step import EngineProcess
 
 SYSTEMS = {"vLLM": "", "with the plugin": "paged_kv"}
@@ -41,51 +40,37 @@ def engine(checkpoint: Path, folder: Path, plugins: str, batch: int, context: in
     return EngineProcess(folder, settings, environment)
 
 
-def timed(engine: EngineProcess) -> float:
-    """Milliseconds of a step."""
-    start = time.perf_counter()
-    engine.step()
-    return (time.perf_counter() - start) * 1e3
-
-
-def measure(checkpoint: Path, batch: int, context: int, turns: int, steps: int) -> str:
+def measure(checkpoint: Path, batch: int, context: int, turns: int) -> str:
     """A line of the table."""
     with tempfile.TemporaryDirectory() as folder:
-        engines: list[EngineProcess] = []
+        engines: dict[str, EngineProcess] = {}
         try:
-            for number, plugins in enumerate(SYSTEMS.values()):
-                own = Path(folder, str(number))
+            for name, plugins in SYSTEMS.items():
+                own = Path(folder, name)
                 own.mkdir()
-                engines.append(engine(checkpoint, own, plugins, batch, context))
-            times: list[list[float]] = [[] for _ in engines]
-            for turn in range(turns):
-                for place in range(len(engines)):
-                    number = (place + turn) % len(engines)
-                    times[number].append(median(timed(engines[number]) for _ in range(steps)))
+                engines[name] = engine(checkpoint, own, plugins, batch, context)
+            times = take_turns({name: lambda _, each=each: each.step() for name, each in engines.items()}, turns)
         finally:
-            for each in engines:
+            for each in engines.values():
                 each.process.kill()
                 each.process.wait(timeout=60)
-    gains = [one / other for one, other in zip(*times, strict=True)]
-    found = (
-        f"{median(times[0]):.0f} | {median(times[1]):.0f} | {median(gains):.2f}x ({min(gains):.2f}, {max(gains):.2f})"
-    )
-    return f"| B {batch}, {context} | {found} |"
+    gains = [one / other for one, other in zip(*times.values(), strict=True)]
+    steps = " | ".join(f"{1e3 * median(taken):.0f}" for taken in times.values())
+    return f"| B {batch}, {context} | {steps} | {median(gains):.2f}x ({min(gains):.2f}, {max(gains):.2f}) |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096])
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--turns", type=int, default=31)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         random_model().save_pretrained(folder)
         print("| | vLLM, ms | with the plugin, ms | gain (lowest, highest) |\n|---|---|---|---|", flush=True)
         for batch in args.batches:
             for context in args.contexts:
-                print(measure(Path(folder), batch, context, args.turns, args.steps), flush=True)
+                print(measure(Path(folder), batch, context, args.turns), flush=True)
 
 
 if __name__ == "__main__":

@@ -35,19 +35,9 @@ MODEL: list[Box] = [
     (3, 1.5, "token", "to the caller", DATA),
 ]
 MODEL_ARROWS: list[Arrow] = [
-    (0, 1, ""),
-    (1, 2, ""),
-    (2, 3, "pages"),
-    (2, 4, ""),
-    (4, 5, ""),
-    (5, 6, "each layer"),
-    (6, 7, ""),
-    (7, 8, ""),
-    (8, 9, ""),
-    (9, 10, ""),
-    (10, 11, ""),
-    (11, 3, "extend, or free"),
-]
+    (0, 1, ""), (1, 2, ""), (2, 3, "pages"), (2, 4, ""), (4, 5, ""), (5, 6, "each layer"), (6, 7, ""), (7, 8, ""),
+    (8, 9, ""), (9, 10, ""), (10, 11, ""), (11, 3, "extend, or free"),
+]  # fmt: skip
 
 PROGRAM: list[Box] = [
     (0, 0, "graph of a step", "graphs/models/", GRAPH),
@@ -64,20 +54,9 @@ PROGRAM: list[Box] = [
     (3, 3, "logits [N, vocab]", "in fresh memory", DATA),
 ]
 PROGRAM_ARROWS: list[Arrow] = [
-    (0, 1, ""),
-    (1, 2, "ops"),
-    (2, 3, ""),
-    (1, 4, ""),
-    (2, 5, ""),
-    (3, 6, ""),
-    (4, 5, ""),
-    (6, 5, ""),
-    (5, 8, ""),
-    (7, 8, "a step"),
-    (8, 9, ""),
-    (8, 10, "refused"),
-    (9, 11, "done"),
-]
+    (0, 1, ""), (1, 2, "ops"), (2, 3, ""), (1, 4, ""), (2, 5, ""), (3, 6, ""), (4, 5, ""), (6, 5, ""), (5, 8, ""),
+    (7, 8, "a step"), (8, 9, ""), (8, 10, "refused"), (9, 11, "done"),
+]  # fmt: skip
 
 CALL: list[Box] = [
     (0, 0, "decode.run(q, cache)", "flashinfer/decode.py", PYTHON),
@@ -92,17 +71,9 @@ CALL: list[Box] = [
     (3, 3, "o, lse", "in the kind of q, on its device", DATA),
 ]
 CALL_ARROWS: list[Arrow] = [
-    (0, 1, ""),
-    (1, 2, ""),
-    (2, 3, ""),
-    (3, 4, ""),
-    (4, 5, ""),
-    (5, 9, ""),
-    (2, 6, ""),
-    (6, 7, ""),
-    (7, 8, ""),
+    (0, 1, ""), (1, 2, ""), (2, 3, ""), (3, 4, ""), (4, 5, ""), (5, 9, ""), (2, 6, ""), (6, 7, ""), (7, 8, ""),
     (8, 9, ""),
-]
+]  # fmt: skip
 
 NOUNS: list[Box] = [
     (0, 0, "Pool", "pool/page_pool.py", PYTHON),
@@ -116,15 +87,9 @@ NOUNS: list[Box] = [
     (2, 2, "Pages", "arrays/pages.py", PYTHON),
 ]
 NOUNS_ARROWS: list[Arrow] = [
-    (0, 1, "page ids"),
-    (1, 2, "checked"),
-    (2, 3, ""),
-    (3, 6, ""),
-    (4, 5, "checked"),
-    (5, 6, ""),
-    (7, 8, "viewed"),
+    (0, 1, "page ids"), (1, 2, "checked"), (2, 3, ""), (3, 6, ""), (4, 5, "checked"), (5, 6, ""), (7, 8, "viewed"),
     (8, 6, ""),
-]
+]  # fmt: skip
 
 
 def draw(boxes: list[Box], arrows: list[Arrow], path: Path) -> None:

@@ -194,10 +194,9 @@ def test_groups_name_systems_that_exist():
 
 
 def test_files_and_pages(tmp_path):
-    pytest.importorskip("matplotlib")
     out = tmp_path / "results"
     out.mkdir()
-    (tmp_path / "docs" / "pictures").mkdir(parents=True)
+    (tmp_path / "docs").mkdir()
     page = tmp_path / "docs" / "performance.md"
     page.write_text("before\n<!-- serve_cpu: begin -->\nold\n<!-- serve_cpu: end -->\nafter\n")
     found = {"ours-bf16": figures(80.0, 1.0), "max-f32": figures(20.0, 3.0)}
@@ -205,7 +204,8 @@ def test_files_and_pages(tmp_path):
     for rate in (1.0, 80.0):
         found["ours-bf16"] = figures(rate, 1.0)
         for case in (CASES[3], CASES[0], CASES[9]):
-            serve_cpu.write(path, [row_of(case, "bf16", found, FACTS)], {"MAX": "26.7.0"})
+            facts = FACTS | ({"other_work": 0.5} if case is CASES[9] else {})
+            serve_cpu.write(path, [row_of(case, "bf16", found, facts)], {"MAX": "26.7.0"})
     rows = read_results(path)["rows"]
     assert [row["case"] for row in rows] == [CASES[0].name, CASES[3].name, CASES[9].name]
     assert rows[0]["systems"]["ours-bf16"]["rate"] == 120
@@ -213,10 +213,10 @@ def test_files_and_pages(tmp_path):
     serve_cpu.write_pages(out, tmp_path)
     text = page.read_text()
     assert "old" not in text
-    assert "| 1.1 G parameters, B 8, context 512 | 120, 1 s | 30, 3 s |" in text
+    assert "| 1.1 G parameters, B 8, context 512 * | 120, 1 s | 30, 3 s |" in text
     assert "**znver5**: a machine; 2026-11-22; MAX 26.7.0." in text
     assert "100 M parameters" not in text
-    assert (tmp_path / serve_cpu.PICTURE).read_bytes().startswith(b"\x89PNG")
+    assert f"\\* Other processes used more than 0.05 of the cores' time: {CASES[9].name} 0.50." in text
 
 
 @pytest.mark.parametrize("family", ["znver4", "znver5"])
