@@ -4,8 +4,8 @@
 
 Each figure is the median of `--repeats` runs (25), timed as `gpu_timing.py` says. The order of the systems alternates.
 Bytes are those of K and V that must be read; `share` is bytes / time over the bandwidth of a copy in the same run
-(bytes read and written). Every result is compared with torch's float32 attention over the gathered pages. A row is
-written the moment its point is measured; what fails has a row that says why, and costs the others nothing.
+(bytes read and written). Every result is compared with torch's float32 attention over the gathered pages. A point is
+a line of the file, written the moment it is measured; what fails is among its errors, and costs the others nothing.
 
 Peers: MAX's own paged flash attention (pages of 128, its least), FlashInfer where it can be imported, and torch's
 scaled_dot_product_attention over contiguous K and V of equal lengths.
@@ -33,9 +33,21 @@ if TYPE_CHECKING:
     from benchmarks.gpu_timing import Clock, System
 
 MEMORY_PERCENT = "MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT"
+SIZES = ("batch", "length", "page_size", "heads", "kv_heads", "kv_dtype")
+SYSTEMS = (
+    "paged-kv",
+    "paged-kv plain",
+    "MAX (pages of 128)",
+    "FlashInfer",
+    "FlashInfer, tensor cores",
+    "torch, contiguous",
+)
+"""Those of `gpu_systems`; the file has a column of microseconds of each, and one of its share."""
+FACTS = ("device", "date", "commit")
 FIELDS = (
-    *("system", "batch", "length", "page_size", "heads", "kv_heads", "kv_dtype", "us", "GB/s", "share", "error"),
-    *("device", "date", "commit"),
+    *(*SIZES, "copy: us", "copy: GB/s"),
+    *(f"{system}: {figure}" for system in SYSTEMS for figure in ("us", "share")),
+    *("errors", *FACTS),
 )
 IMPOSSIBLE = 1.1
 """A share of the copy's bandwidth that no run from cold caches reaches."""
@@ -73,7 +85,7 @@ def measure(point: Point, sources: Sequence[Source], repeats: int, clock: Clock,
     from benchmarks.gpu_systems import Problem, copy_system
     from benchmarks.gpu_timing import medians_ms
 
-    sizes = {name: getattr(point, name) for name in ("batch", "length", "page_size", "heads", "kv_heads", "kv_dtype")}
+    sizes = {name: getattr(point, name) for name in SIZES}
     try:
         problem = Problem(point, device)
         copy, copied = copy_system(device)
@@ -131,8 +143,17 @@ def provenance(device: str) -> dict[str, str]:
     return {"device": name, "date": datetime.date.today().isoformat(), "commit": found}
 
 
+def line_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A point as a line of the file, from the rows of its systems: the copy's rate, the others' shares, all errors."""
+    line = {name: rows[0][name] for name in (*SIZES, *FACTS) if name in rows[0]}
+    for row in rows:
+        figures = ("us", "GB/s") if row["system"] == "copy" else ("us", "share")
+        line |= {f"{row['system']}: {figure}": row[figure] for figure in figures if figure in row}
+    return line | {"errors": "; ".join(f"{row['system']}: {row['error']}" for row in rows if row.get("error"))}
+
+
 class Table:
-    """The CSV file, to which rows are added as they come; None writes nothing."""
+    """The CSV file, to which points are added as they come; None writes nothing."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -146,7 +167,7 @@ class Table:
             writer = csv.DictWriter(file, FIELDS, lineterminator="\n", restval="")
             if is_new:
                 writer.writeheader()
-            writer.writerows(rows)
+            writer.writerow(line_of(rows))
 
 
 def main() -> None:

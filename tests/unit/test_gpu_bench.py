@@ -2,6 +2,7 @@
 
 import csv
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -143,14 +144,26 @@ def test_memory_that_others_hold_is_named(monkeypatch):
 
 def test_rows_are_in_the_file_as_they_come(tmp_path):
     table = decode_gpu.Table(tmp_path / "results" / "decode.csv")
-    table.add([{"system": "paged-kv", "us": "3.0"}])
-    assert "paged-kv" in (tmp_path / "results" / "decode.csv").read_text()
-    table.add([{"system": "MAX", "error": "no"}])
+    sizes = {name: getattr(POINT, name) for name in decode_gpu.SIZES}
+    copy, ours = {"system": "copy", "us": "3.0", "GB/s": "8"}, {"system": "paged-kv", "us": "4.0", "GB/s": "6"}
+    table.add([row | sizes for row in (copy, ours | {"share": "0.750", "error": "odd"})])
+    assert "0.750" in (tmp_path / "results" / "decode.csv").read_text()
+    table.add([{"system": "", "error": "no memory"} | sizes | {"date": "2026-11-26"}])
     with (tmp_path / "results" / "decode.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["system"], row["us"], row["error"]) for row in rows] == [("paged-kv", "3.0", ""), ("MAX", "", "no")]
+        first, second = csv.DictReader(file)
+    figures = [first[name] for name in ("copy: us", "copy: GB/s", "paged-kv: us", "paged-kv: share", "errors", "batch")]
+    assert figures == ["3.0", "8", "4.0", "0.750", "paged-kv: odd", "2"]
+    assert (second["copy: us"], second["errors"], second["date"]) == ("", ": no memory", "2026-11-26")
     with pytest.raises(ValueError, match="fields not in fieldnames"):
-        table.add([{"sytem": "a word that is wrong"}])
+        table.add([{"system": "a name that is wrong", "us": "1"} | sizes])
+
+
+def test_the_committed_file_has_these_fields():
+    path = Path(decode_gpu.__file__).parent / "results" / "decode_gpu.csv"
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == decode_gpu.FIELDS
+    assert all(float(row["paged-kv: us"]) > 0 for row in rows)
 
 
 def test_pages_are_compared_at_equal_bytes():
