@@ -108,15 +108,14 @@ def timed(run: Iterator[None]) -> dict[str, float]:
     return {step: 1e3 * (end - begin) for step, (begin, end) in zip(STEPS, pairwise(times), strict=True)}
 
 
-SYSTEMS = {"paged-kv": Ours, "vLLM": Vllm}
+SYSTEMS: dict[str, type[Ours | Vllm]] = {"paged-kv": Ours, "vLLM": Vllm}
 
 
 def worker(system: str) -> None:
     """Runs a turn for each line on stdin; prints its times in ms."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever else is printed
-    made: Ours | Vllm = SYSTEMS[system]()
-    asked = prompts()
+    made, asked = SYSTEMS[system](), prompts()
     for _ in sys.stdin:
         turns = [timed(made.run(prompt)) for prompt in asked]
         answers.write(json.dumps({step: statistics.median(turn[step] for turn in turns) for step in STEPS}) + "\n")

@@ -14,6 +14,7 @@ import argparse
 import os
 import random
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -40,6 +41,10 @@ def engine(checkpoint: Path, folder: Path, plugins: str, batch: int, context: in
     return EngineProcess(folder, settings, environment)
 
 
+def steps_of(engine: EngineProcess) -> Callable[[int], None]:
+    return lambda _: engine.step()
+
+
 def measure(checkpoint: Path, batch: int, context: int, turns: int) -> str:
     """A line of the table."""
     with tempfile.TemporaryDirectory() as folder:
@@ -49,7 +54,7 @@ def measure(checkpoint: Path, batch: int, context: int, turns: int) -> str:
                 own = Path(folder, name)
                 own.mkdir()
                 engines[name] = engine(checkpoint, own, plugins, batch, context)
-            times = take_turns({name: lambda _, each=each: each.step() for name, each in engines.items()}, turns)
+            times = take_turns({name: steps_of(each) for name, each in engines.items()}, turns)
         finally:
             for each in engines.values():
                 each.process.kill()
