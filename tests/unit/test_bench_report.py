@@ -6,11 +6,12 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from paged_kv.bench import provenance, report
+from paged_kv.bench import job, provenance, report
 from paged_kv.bench.cases import QUICK, USUAL, cases_of, selected
 from paged_kv.bench.goals import with_goal
 from paged_kv.bench.other_work import CpuTimes, footnote, is_marked, other_work
@@ -154,6 +155,23 @@ def test_other_work_is_what_no_descendant_did(tmp_path, monkeypatch):
     after = write_proc(tmp_path / "b", after_of, processes)
     assert other_work(before, after) == 0.25
     assert other_work(before, before) is other_work(None, after) is CpuTimes.read(tmp_path / "none") is None
+
+
+def test_a_job_measures_the_other_work_during_its_turns(monkeypatch):
+    ours = SimpleNamespace(name="ours", memory=None, prepare=lambda *_: None, run=None, error=lambda _: 0.0)
+    bandwidth = SimpleNamespace(read_run=lambda _: (None, 8), chosen={"read": None})
+    monkeypatch.setattr("paged_kv.bench.ours.make_ours", lambda _: ours)
+    monkeypatch.setattr("paged_kv.bench.bandwidth.Bandwidth", lambda: bandwidth)
+    monkeypatch.setattr(job, "problem_of", lambda *_: SimpleNamespace(tolerance=1))
+    ticks = [CpuTimes(0, 0, 0)]
+
+    def turns(runs, _):
+        ticks.append(CpuTimes(100, 60, 20))
+        return {name: [1.0] for name in runs}
+
+    monkeypatch.setattr(job, "take_turns", turns)
+    monkeypatch.setattr(CpuTimes, "read", lambda: ticks[-1])
+    assert job.measure(BY_NAME["hnd"], None, 9, 0)["other_work"] == 0.4
 
 
 # --- the command
