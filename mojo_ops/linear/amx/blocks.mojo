@@ -9,6 +9,7 @@ weights are copied to an odd pitch, so that their lines fall into different sets
 operands of a block stay in the second-level cache.
 """
 
+from std.atomic import Atomic
 from std.math import ceildiv
 from std.sys.intrinsics import PrefetchOptions, prefetch
 
@@ -24,6 +25,7 @@ from ...isa.amx_tiles import (
     store_sum,
     zero_sums,
 )
+from ...isa.line_counter import LineCounter
 from ...isa.memory import Bf16Pointer, FloatPointer, align_to_line
 from ...isa.threads import Workers, run_tasks
 from .operands import AmxLinear, LINE_ELEMENTS, copy_rows, pack_columns
@@ -34,7 +36,9 @@ comptime PACKED_ROWS = 512
 comptime BLOCK_STEPS = 32
 """Steps of K in a block: 32 rows of weights are then 32 KB."""
 comptime BLOCK_COLUMNS = 512
-"""Columns of y whose unfinished sums are kept."""
+"""Columns of y whose unfinished sums are kept: a section, at most."""
+comptime SECTIONS_EACH = 4
+"""Sections of a thread, at least, where y has so many columns."""
 comptime COPY_PITCH = (BLOCK_STEPS + 1) * AMX_TILE_K
 """Elements from one copied row of weights to the next: an odd number of lines, so that rows fall into different
 sets."""
@@ -75,30 +79,35 @@ def linear_amx(y: Bf16Pointer, x: Bf16Pointer, w: Bf16Pointer, m: Int, n: Int, k
         if m <= MAX_STREAM_ROWS:
             stream_weights(call, workers)
             break
-        var blocks = ceildiv(n, 2 * AMX_TILE_ROWS)
-        var tasks = min(blocks, max(1, workers.count))
+        # The next idle thread takes the next section: a thread that shares its core would else make all others wait.
+        var columns_each = BLOCK_COLUMNS
+        while columns_each > 2 * AMX_TILE_ROWS and columns_each * workers.count * SECTIONS_EACH > n:
+            columns_each //= 2
+        var taken = LineCounter()
+        var sections = taken.at()
 
-        def compute(index: Int) {var call, var blocks, var tasks}:
-            var begin = index * blocks // tasks * 2 * AMX_TILE_ROWS
-            var end = min(call.n, (index + 1) * blocks // tasks * 2 * AMX_TILE_ROWS)
-            multiply_blocks(call, begin, end)
+        def compute(index: Int) {var call, var columns_each, var sections}:
+            multiply_blocks(call, columns_each, sections)
 
-        run_tasks(compute, tasks, workers)
+        run_tasks(compute, max(1, min(ceildiv(n, columns_each), workers.count)), workers)
+        _ = taken^
     _ = memory^
 
 
-def multiply_blocks(call: AmxLinear, begin: Int, end: Int):
-    """Computes columns `[begin, end)` of y. The weights are copied block by block."""
+def multiply_blocks(call: AmxLinear, columns: Int, taken: Pointer[Atomic[Int64], MutUntrackedOrigin]):
+    """Takes and computes sections of `columns` columns of y until none is left."""
     configure_tiles()
     var weights = List[BFloat16](capacity=2 * AMX_TILE_ROWS * COPY_PITCH + LINE_ELEMENTS)
     var copy = align_to_line(untracked(weights.unsafe_ptr()))
-    var columns = min(BLOCK_COLUMNS, end - begin)
     var unfinished = List[Float32](
         capacity=ceildiv(columns, 32) * (call.panels + 1) * 2 * AMX_SUM_ELEMENTS + LINE_ELEMENTS
     )
     var sums = align_to_line(untracked(unfinished.unsafe_ptr()))
-    for first in range(begin, end, BLOCK_COLUMNS):
-        var last = min(end, first + BLOCK_COLUMNS)
+    while True:
+        var first = Int(taken[].fetch_add(1)) * columns
+        if first >= call.n:
+            break
+        var last = min(call.n, first + columns)
         for step in range(0, max(1, call.steps), BLOCK_STEPS):
             for block in range(first, last, 2 * AMX_TILE_ROWS):
                 multiply_block(
