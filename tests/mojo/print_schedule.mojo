@@ -12,7 +12,7 @@ from std.math import ceildiv
 from std.sys import argv
 from std.utils import IndexList
 
-from mojo_ops.attention.cpu.plan import BlockSizes, MAX_BLOCK_ROWS, plan_segments
+from mojo_ops.attention.cpu.plan import BlockSizes, MAX_BLOCK_ROWS, SPLIT_TOKENS, plan_segments
 from mojo_ops.attention.logits import Logits, ScoreOptions
 from mojo_ops.attention.row_masks import NoMasks
 from mojo_ops.cache.paged_kv_cache import DynamicKVCache
@@ -33,7 +33,7 @@ def attention(call: Int, requests: String, rows: Int, kv_heads: Int, threads: In
                 row_batch.append(Int32(request))
                 row_lengths.append(Int32(Int(numbers[1]) - Int(numbers[2]) + 1 + row))
             request += 1
-    var sizes = BlockSizes(max(MAX_BLOCK_ROWS, rows), ceildiv(rows, 4), kv_heads)
+    var sizes = BlockSizes(max(MAX_BLOCK_ROWS, rows), ceildiv(rows, 4), kv_heads, SPLIT_TOKENS)
     var none = List[Float32]()
     var logits = Logits(ScoreOptions(1), -1, untracked(none), False, untracked(none), False)
     var plan = plan_segments(untracked(row_batch), untracked(row_lengths), len(row_batch), NoMasks(), logits, sizes)

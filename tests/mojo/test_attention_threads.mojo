@@ -8,7 +8,7 @@ from std.testing import TestSuite, assert_equal, assert_true
 from std.utils import IndexList
 
 from mojo_ops.attention.cpu.dispatch import attend_on_cpu
-from mojo_ops.attention.cpu.plan import BlockSizes, MAX_BLOCK_ROWS, plan_segments
+from mojo_ops.attention.cpu.plan import BlockSizes, MAX_BLOCK_ROWS, SPLIT_TOKENS, plan_segments
 from mojo_ops.attention.cpu.vectors.segment import TileOrder
 from mojo_ops.attention.cpu.workspace import HeadLayout
 from mojo_ops.attention.logits import Logits, ScoreOptions
@@ -148,13 +148,23 @@ def test_heads_are_cut_for_many_threads() raises:
     var logits = Logits(ScoreOptions(1), -1, untracked(none), False, untracked(none), False)
     var short: List[Int32] = [200]
     var alone = plan_segments(
-        untracked(row_batch), untracked(short), 1, NoMasks(), logits, BlockSizes(MAX_BLOCK_ROWS, Int.MAX, 8)
+        untracked(row_batch),
+        untracked(short),
+        1,
+        NoMasks(),
+        logits,
+        BlockSizes(MAX_BLOCK_ROWS, Int.MAX, 8, SPLIT_TOKENS),
     )
     alone.cut_heads(8, 64)
     assert_equal(len(alone.segments), 1)
     for threads, heads in [(1, 8), (32, 8), (48, 4), (100, 2), (200, 1), (2000, 1)]:
         var plan = plan_segments(
-            untracked(row_batch), untracked(row_lengths), 2, NoMasks(), logits, BlockSizes(MAX_BLOCK_ROWS, Int.MAX, 8)
+            untracked(row_batch),
+            untracked(row_lengths),
+            2,
+            NoMasks(),
+            logits,
+            BlockSizes(MAX_BLOCK_ROWS, Int.MAX, 8, SPLIT_TOKENS),
         )
         var results = plan.num_split_results
         plan.cut_heads(8, threads)

@@ -29,7 +29,7 @@ def plan(
     row_batch: List[Int32],
     row_lengths: List[Int32],
     window_left: Int = -1,
-    sizes: BlockSizes = BlockSizes(MAX_BLOCK_ROWS, Int.MAX, 0),
+    sizes: BlockSizes = BlockSizes(MAX_BLOCK_ROWS, Int.MAX, 0, SPLIT_TOKENS),
 ) -> SegmentPlan:
     var none = List[Float32]()
     var logits = Logits(ScoreOptions(1), window_left, untracked(none), False, untracked(none), False)
@@ -163,7 +163,7 @@ def test_wide_blocks_go_head_by_head() raises:
         row_lengths.append(Int32(600 + row))
     row_batch.append(1)
     row_lengths.append(700)
-    var result = plan(row_batch, row_lengths, sizes=BlockSizes(20, 10, 3))
+    var result = plan(row_batch, row_lengths, sizes=BlockSizes(20, 10, 3, 2 * SPLIT_TOKENS))
     var segments = by_rows(result)
     var at = 0
     for row, count, end in [(0, 20, 619), (20, 20, 639)]:
@@ -171,6 +171,7 @@ def test_wide_blocks_go_head_by_head() raises:
             var begin = 0
             var first = segments[at]
             var split = 0
+            assert_equal(first.num_splits, ceildiv(end, 2 * SPLIT_TOKENS))
             while split < first.num_splits:
                 var segment = segments[at]
                 assert_true(segment.prefill)
@@ -204,7 +205,7 @@ def test_a_prefill_block_alone_is_split() raises:
     for row in range(64):
         row_batch.append(0)
         row_lengths.append(Int32(65536 - 64 + row + 1))
-    var result = plan(row_batch, row_lengths, sizes=BlockSizes(64, 16, 8))
+    var result = plan(row_batch, row_lengths, sizes=BlockSizes(64, 16, 8, SPLIT_TOKENS))
     # The tokens of 8 heads, two segments a thread of 128; half of them in shorter segments.
     assert_equal(result.segments[0].end, 8 * 65536 // MOST_LONG_SEGMENTS)
     assert_true(len(result.segments) >= MOST_LONG_SEGMENTS)

@@ -6,9 +6,9 @@ from std.math import ceildiv
 from ...isa.amx import HAS_AMX, amx_permitted
 from ...isa.convert import chunk_of, is_float8
 from .amx.layout import AmxBuffers
-from .amx.prefill_workspace import PREFILL_MIN_QUERIES
+from .amx.prefill_workspace import AMX_PREFILL_SPLIT_TOKENS, PREFILL_MIN_QUERIES
 from .bf16_chunk import Bf16Chunk
-from .plan import BlockSizes, MAX_BLOCK_ROWS
+from .plan import BlockSizes, MAX_BLOCK_ROWS, SPLIT_TOKENS
 from .prefill.queries import LATENT_MAX_QUERIES, PREFILL_MAX_QUERIES
 from .vectors.code_sums import rounds_weights
 from .vectors.prefill_workspace import VECTOR_PREFILL_MIN_QUERIES
@@ -60,7 +60,7 @@ struct CpuKernelChoice[dtype: DType, kv_dtype: DType](ImplicitlyCopyable):
         comptime if rounds_weights(Self.dtype, Self.kv_dtype):
             # Prefill multiplies float32 weights: its rows would not have the bits of decode.
             if not prefill_only:
-                return BlockSizes(MAX_BLOCK_ROWS, Int.MAX, heads.kv_heads)
+                return BlockSizes(MAX_BLOCK_ROWS, Int.MAX, heads.kv_heads, SPLIT_TOKENS)
         var least = PREFILL_MIN_QUERIES if self.permitted else VECTOR_PREFILL_MIN_QUERIES
         # A power of two: a block ends with a span at the latest, and the last one of a span should not be short.
         var rows = prev_power_of_two(max(1, (LATENT_MAX_QUERIES if latent else PREFILL_MAX_QUERIES) // heads.group))
@@ -68,6 +68,7 @@ struct CpuKernelChoice[dtype: DType, kv_dtype: DType](ImplicitlyCopyable):
             rows if latent else max(MAX_BLOCK_ROWS, rows),
             1 if prefill_only else ceildiv(least, heads.group),
             heads.kv_heads,
+            AMX_PREFILL_SPLIT_TOKENS if self.permitted else SPLIT_TOKENS,
         )
 
 

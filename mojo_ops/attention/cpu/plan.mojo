@@ -13,7 +13,8 @@ from .prefetch import SPAN_TOKENS
 comptime MAX_BLOCK_ROWS = 8
 """Rows of one request that share every load of its K and V, in a block that is not prefill."""
 comptime SPLIT_TOKENS = SPAN_TOKENS
-"""Tokens of a split: each ends at a multiple of it, or with the block, so where a row is split depends on the row alone.
+"""Tokens of a split in vectors: each ends at a multiple of it, or with the block, so where a row is split depends on
+the row alone.
 Prefill of 2,048 tokens takes 1.05 times as long with splits of 128 tokens as with those of 512, decode as long; but a
 call of 8 x 4096 tokens leaves 192 threads idle for an eighth of the time with 256 (Zen 4, 2026-11-30)."""
 comptime MIN_LONG_TOKENS = 256
@@ -54,6 +55,8 @@ struct Segment(TrivialRegisterPassable):
     """Tokens `[begin, end)`."""
     var last_span: Int
     """The first token of the span that holds the last tokens of the block's rows. It is read in the order of tokens."""
+    var split_tokens: Int
+    """Tokens of a split: each ends at a multiple of it, or with the block."""
     var split_result: Int
     """The index of its first split in `SplitResults`; -1 where the block has one split."""
     var split: Int
@@ -76,6 +79,7 @@ struct Segment(TrivialRegisterPassable):
         self.begin = begin
         self.end = end
         self.last_span = max(0, end - 1) // SPAN_TOKENS * SPAN_TOKENS
+        self.split_tokens = SPLIT_TOKENS
         self.split_result = -1
         self.split = 0
         self.num_splits = 1
@@ -102,17 +106,17 @@ struct Segment(TrivialRegisterPassable):
 
     def first_split(self) -> Int:
         """The number of the block's first split, counted from token 0."""
-        return self.begin // SPLIT_TOKENS - self.split
+        return self.begin // self.split_tokens - self.split
 
     def splits(self) -> Int:
         """Return how many splits it has."""
-        return max(1, (self.end - 1) // SPLIT_TOKENS + 1 - self.begin // SPLIT_TOKENS)
+        return max(1, (self.end - 1) // self.split_tokens + 1 - self.begin // self.split_tokens)
 
     @always_inline
     def take_split(mut self) -> Self:
         """Removes its first split and returns it. After the last one it has no rows."""
         var split = self
-        var end = self.begin // SPLIT_TOKENS * SPLIT_TOKENS + SPLIT_TOKENS
+        var end = (self.begin // self.split_tokens + 1) * self.split_tokens
         if end >= self.end:
             self.num_rows = 0
             return split
@@ -134,6 +138,8 @@ struct BlockSizes(TrivialRegisterPassable):
     """Rows of a prefill block, at least."""
     var kv_heads: Int
     """KV heads of a prefill block."""
+    var prefill_split_tokens: Int
+    """Tokens of a split of a prefill block: whole spans."""
 
 
 @fieldwise_init
@@ -224,7 +230,8 @@ struct SegmentPlan(Movable):
         while rest.begin < rest.end:
             var segment = rest
             if not whole:
-                segment.end = min(rest.end, rest.begin // SPLIT_TOKENS * SPLIT_TOKENS + lengths.length())
+                var tokens = max(1, lengths.length() // rest.split_tokens) * rest.split_tokens
+                segment.end = min(rest.end, rest.begin // rest.split_tokens * rest.split_tokens + tokens)
             self.segments.append(segment)
             var splits = segment.splits()
             rest.split += splits
@@ -349,6 +356,9 @@ def plan_segments[
                 block.end = max(block.end, length)
             block.num_rows += 1
             row += 1
+        block.prefill = block.num_rows >= sizes.prefill_rows
+        if block.prefill:
+            block.split_tokens = sizes.prefill_split_tokens
         total += block.end - block.begin
         blocks.append(block)
 
@@ -363,14 +373,12 @@ def plan_segments[
             lengths.cut += tokens
             prefill_lengths.cut += tokens * sizes.kv_heads
     for block in blocks:
-        if block.num_rows < sizes.prefill_rows:
+        if not block.prefill:
             plan.max_rows = max(plan.max_rows, block.num_rows)
             plan.add_block(block, lengths)
             continue
         plan.max_prefill_rows = max(plan.max_prefill_rows, block.num_rows)
         for head in range(sizes.kv_heads):
-            var part = block.part(head, 1)
-            part.prefill = True
-            plan.add_block(part, prefill_lengths)
+            plan.add_block(block.part(head, 1), prefill_lengths)
     plan.order_by_work(max(1, sizes.kv_heads))
     return plan^

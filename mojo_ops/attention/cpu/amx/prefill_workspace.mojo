@@ -10,6 +10,8 @@ from ..workspace import HeadLayout
 
 comptime Bf16PairPointer = Pointer[UInt32, MutUntrackedOrigin]
 
+comptime AMX_PREFILL_SPLIT_TOKENS = 1024
+"""Tokens of a split on matrix tiles, whose products of 128 tokens take little longer than the merge of a split."""
 comptime PREFILL_MIN_QUERIES = 64
 """Queries a KV head of a prefill block, at least."""
 comptime PAIR_SCORE_FLOATS = 2 * STEP_TOKENS * QUERY_COLUMNS + 512
