@@ -7,12 +7,15 @@ import sys
 
 import pytest
 
+from paged_kv.checkpoint.config import load_config
 from paged_kv.checkpoint.source import open_source
 from paged_kv.cli import _run
 from paged_kv.commands.chat_session import ChatSession
 from paged_kv.commands.chat_terminal import ChatTerminal
 from paged_kv.engine.demo_model import FOLDER
+from paged_kv.graphs.models.adapters import adaptable_layers
 from paged_kv.serve.served_model import ServedModel
+from support.adapters import noise, write_peft
 from support.checkpoints import rewrite
 from support.served import served
 from support.terminal import dialogue
@@ -83,6 +86,28 @@ def test_the_answers_are_those_of_the_server(piped, tmp_path):
             assert server.post("/v1/chat/completions", body)[1]["choices"][0]["message"]["content"] == answer["content"]
 
 
+def test_an_adapter_answers_until_the_model_is_named(piped, tmp_path):
+    layers = noise(adaptable_layers(load_config(FOLDER)), 4, 0)
+    folder, files = write_peft(tmp_path / "adapter", layers, 4, 8.0), [tmp_path / "tuned", tmp_path / "demo"]
+    lines = ("once upon", f"/save {files[0]}", "/clear", "/model demo", "once upon", f"/save {files[1]}", "/model none")
+    options = ["--demo", "--temperature", 0, "--max-new-tokens", 24, "--lora", f"tuned={folder}"]
+    status, _, err = piped(*lines, options=options)
+    assert (status, err.count("error")) == (1, 1)
+    assert "demo answers; there are demo, tuned" in err
+    assert "error: model: expected 'demo' or 'tuned', got 'none'" in err
+    answers = []
+    with served() as server:
+        server.post("/v1/load_lora_adapter", {"lora_name": "tuned", "lora_path": str(folder)})
+        for file in files:
+            body = json.loads(file.read_text())
+            assert body["model"] == file.name
+            asked, answer = body["messages"]
+            body |= {"messages": [asked], "temperature": 0, "max_tokens": 24}
+            assert server.post("/v1/chat/completions", body)[1]["choices"][0]["message"]["content"] == answer["content"]
+            answers.append(answer["content"])
+    assert answers[0] != answers[1]
+
+
 def test_a_full_context_leaves_out_the_oldest_turns(piped):
     options = ["--demo", "--max-length", 128, "--max-new-tokens", 12, "--temperature", 0, "--ignore-end", "--verbose"]
     status, out, err = piped(*(f"The king of the land of number {number}" for number in range(14)), options=options)
@@ -147,6 +172,8 @@ def test_a_call_without_a_result_is_forgotten(talk):
         (["--demo", "--tools", "missing"], "--tools missing: cannot be read"),
         (["--demo", "--tools", "tools"], "tools[0]"),
         (["--demo", "--top-p", 2], "top_p: expected a number above 0 and at most 1, got 2"),
+        (["--demo", "--lora", "tuned"], "--lora: expected NAME=PATH, got tuned"),
+        (["--demo", "--lora", "tuned=/nothing"], "/nothing: expected a folder with adapter_config.json"),
         (["plain"], "plain: expected a model with a chat template, got one without"),
     ],
 )

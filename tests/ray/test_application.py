@@ -31,8 +31,9 @@ def test_the_examples_are_what_serve_run_takes(file, amount):
 
 
 def test_what_is_wrong_with_an_argument_is_said():
-    with pytest.raises(pydantic.ValidationError, match=r"replica\n.*Extra inputs"):
-        app({"model": "demo", "replica": 2})
+    for name in ("replica", "lora"):
+        with pytest.raises(pydantic.ValidationError, match=rf"{name}\n.*Extra inputs"):
+            app({"model": "demo", name: "a=b"})
     with pytest.raises(
         pydantic.ValidationError, match="expected fields of Ray Serve's autoscaling_config, got max_replica"
     ):

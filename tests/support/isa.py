@@ -20,7 +20,7 @@ CPU_TARGETS = ("x86-64", *REQUIRED_FLAGS)
 """Targets that can be forced. An unknown name would abort the process inside MAX."""
 
 OP_TESTS = (
-    *(f"ops/test_{name}_op.py" for name in ("linear", "attention", "prefill", "rotary", "extremes")),
+    *(f"ops/test_{name}_op.py" for name in ("linear", "attention", "adapter", "prefill", "rotary", "extremes")),
     *("ops/test_masked_attention_op.py", "ops/test_mla_op.py", "ops/test_quantised.py"),
 )
 """The tests of what differs between instruction sets, AMX's among them."""
@@ -31,10 +31,10 @@ FEW_ENCODINGS = "--few-encodings"
 those of this CPU, but for the tiles, which know nothing of encodings."""
 ISA_PATHS: dict[str, dict[str, tuple[str, ...]]] = {
     # SSE2 alone: 4 float32 lanes, no FMA; what the portable path must make do with. No CPU of the last ten years takes
-    # it: linear layers and decoding, whose loops and conversions prompts share.
-    "x86-64": {"bfloat16": OP_TESTS[:2]},
+    # it: linear layers, adapters and decoding, whose loops and conversions prompts share.
+    "x86-64": {"bfloat16": OP_TESTS[:3]},
     # AVX2: 8 float32 lanes in 16 registers, and instructions that convert float16
-    "haswell": {"bfloat16": (*OP_TESTS, SAME_BITS), "float32": (*OP_TESTS[:2], SAME_BITS), "float16": OP_TESTS[:2]},
+    "haswell": {"bfloat16": (*OP_TESTS, SAME_BITS), "float32": (*OP_TESTS[:3], SAME_BITS), "float16": OP_TESTS[:2]},
     # AVX-512 without bfloat16 instructions or tiles
     "skylake-avx512": {"bfloat16": (*OP_TESTS, FEW_ENCODINGS)},
 }

@@ -12,6 +12,7 @@ import click
 from paged_kv.commands.options import (
     cache_dtype_option,
     deterministic_option,
+    lora_option,
     numa_option,
     rotation_option,
     sampling_options,
@@ -41,12 +42,14 @@ _FILE = click.Path(path_type=Path)
 @click.option("--kv-disk", type=_FILE, metavar="DIR", help="Keep pages of prefixes there, and find them.")
 @click.option("--kv-disk-gb", type=float, default=10.0, show_default=True, help="Its most, in 10^9 bytes.")
 @click.option("--speculate", metavar="lookup|DRAFT", help="Draft tokens by the text, or by a smaller checkpoint.")
+@lora_option
 @click.option("--chat-template", type=_FILE, metavar="FILE", help="In place of the model's own.")
 def chat(model: str | None, demo: bool, system: str | None, tools: Path | None, verbose: bool, **options: Any) -> int:
     """Talk to a checkpoint folder, a GGUF file or a hub's model, `org/name[:Q4_K_M]`.
 
     Without a terminal, each line of stdin is a turn, and stdout has the answers. Sampling that no option says is the
-    model's own, at temperature 1 if it says nothing. /help lists the commands of a conversation.
+    model's own, at temperature 1 if it says nothing. The first adapter of --lora answers, until /model names another
+    one or the model. /help lists the commands of a conversation.
     """
     from paged_kv.commands.chat_session import ChatSession, read_tools
     from paged_kv.commands.chat_terminal import ChatTerminal
@@ -68,6 +71,9 @@ def chat(model: str | None, demo: bool, system: str | None, tools: Path | None, 
     served = served_model(settings, setup.source, setup.size.max_length)
     offered = None if tools is None else read_tools(tools)
     session = ChatSession(lambda: setup.engine(served.tokenizer), served, sampling, offered, system)
+    if settings.lora:
+        served.store = session.engine
+        session.choose(session.engine.adapters[0])
     status = ChatTerminal(session, verbose=verbose).run()
     session.engine.flush()
     return status

@@ -84,6 +84,10 @@ class ChatSession:
         """The user's messages that the model sees no more, as the context is full."""
         return sum(message["role"] == "user" for message in self.messages[: self._first])
 
+    def choose(self, name: str) -> None:
+        """Lets the model of a name answer: the model itself or an adapter. Raises UnknownModel."""
+        self.model = self.model.named(name)
+
     def body(self) -> dict[str, Any]:
         """The conversation as a request to the server's /v1/chat/completions."""
         messages = [*self._system(), *self.messages]
@@ -121,7 +125,7 @@ class ChatSession:
         options |= {"structured_output": conversation.structure(prompt, None)}
         sampling = Sampling(**options, skip_special_tokens=self._format.skip_special_tokens)
         began, first, cached = perf_counter(), 0.0, 0
-        stream = self.engine.stream(tokens, sampling)
+        stream = self.engine.stream(tokens, sampling, adapter=self.model.adapter)
         try:
             for output in stream:
                 if output.error is not None:

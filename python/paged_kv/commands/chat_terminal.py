@@ -23,6 +23,7 @@ _CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\n"), ord("\t")
 """Characters by which a text could move the cursor, or more."""
 _HELP = """/clear        forget the conversation
 /system TEXT  set the system message; without TEXT show it
+/model NAME   go on with the model or an adapter of that name; without NAME list them
 /save FILE    write the conversation, as a request to /v1/chat/completions
 /stats        tokens and times of the last answer, and pages
 /help         this
@@ -47,6 +48,7 @@ class ChatTerminal:
         self._commands: dict[str, Callable[[str], None]] = {
             "/clear": lambda _: session.clear(),
             "/system": self._system,
+            "/model": self._model,
             "/save": self._save,
             "/stats": lambda _: self._stats(pages=True),
             "/help": lambda _: say(_HELP),
@@ -154,6 +156,12 @@ class ChatTerminal:
     def _system(self, text: str) -> None:
         self._session.system = text or self._session.system
         say(self._session.system or "no system message")
+
+    def _model(self, name: str) -> None:
+        if name:
+            self._session.choose(name)
+        model = self._session.model
+        say(f"{printable(model.name)} answers; there are {', '.join(map(printable, model.served_names))}")
 
     def _save(self, name: str) -> None:
         if not name:

@@ -99,6 +99,11 @@ device_option = click.option(
     "--device", type=click.Choice(["cpu", "gpu"]), default="cpu", show_default=True, help="Where it runs."
 )
 
+lora_option = click.option(
+    "--lora", multiple=True, metavar="NAME=PATH", help="Load a LoRA adapter, which answers by its name; repeat it."
+)
+"""The option of the commands that take adapters by name."""
+
 
 def _pairs(_context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> list[tuple[str, float]]:
     """Parse `5=-1.5`, which may be given several times."""

@@ -12,6 +12,7 @@ from paged_kv.arguments import printable
 from paged_kv.commands.options import (
     cache_dtype_option,
     deterministic_option,
+    lora_option,
     numa_option,
     rotation_option,
     threads_option,
@@ -107,7 +108,7 @@ _PATH = click.Path(path_type=Path)
     metavar="lookup|mtp|DRAFT",
     help="Draft tokens by the text, by the model's MTP layer, by a smaller checkpoint or an EAGLE-3 head.",
 )
-@click.option("--lora", multiple=True, metavar="NAME=PATH", help="Serve a LoRA adapter too, under its name; repeat it.")
+@lora_option
 @click.option("--lora-loading", is_flag=True, help="Serve /v1/load_lora_adapter and /v1/unload_lora_adapter.")
 @click.option("--chat-template", type=_PATH, metavar="FILE", help="In place of the model's own.")
 @click.option(
