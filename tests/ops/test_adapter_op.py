@@ -84,8 +84,10 @@ SHAPES = {"y": [4, 6], "x": [4, 8], "a": [3, 2, 8], "b": [3, 2, 6], "adapters": 
     ("error", "message", "argument", "shape", "dtype"),
     [
         (ShapeError, "y.*rank", "y", [6], F32),
+        (ContractTypeError, "y.*got int32", "y", [4, 6], I32),
         (ShapeError, "x: expected dimension 0 to be 4, got 5", "x", [5, 8], F32),
         (ShapeError, "a: expected dimension 2 to be 8, got 7", "a", [3, 2, 7], F32),
+        (ShapeError, "b: expected dimension 0 to be 3, got 4", "b", [4, 2, 6], F32),
         (ShapeError, "b: expected dimension 1 to be 2, got 3", "b", [3, 3, 6], F32),
         (ShapeError, "b: expected dimension 2 to be 6, got 8", "b", [3, 2, 8], F32),
         (ContractTypeError, "b.*got bfloat16", "b", [3, 2, 6], DType.bfloat16),

@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def server(folder):
-    with served() as server:
+    with served(strict=True) as server:
         assert server.post(LOAD, {"lora_name": "tuned", "lora_path": str(folder)}) == (200, {"loaded": "tuned"})
         yield server
 
@@ -72,6 +72,8 @@ def test_an_adapter_is_a_model_of_its_name(server):
         ),
         (UNLOAD, {"lora_name": "demo"}, 404, "lora_name: expected one of tuned, got 'demo'"),
         (UNLOAD, {}, 400, "lora_name: missing"),
+        (LOAD, {"lora_name": "a", "lora_path": "DIR", "rank": 4}, 400, "rank: "),
+        (UNLOAD, {"lora_name": "tuned", "rank": 4}, 400, "rank: "),
     ],
 )
 def test_what_cannot_be_loaded_or_unloaded_is_refused(server, folder, path, body, status, message):
