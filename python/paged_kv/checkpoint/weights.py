@@ -246,8 +246,7 @@ class Checkpoint:
         stored = self.tensors.get(name)
         if stored is None or len(stored.shape) != 1 or stored.dtype not in DTYPES:
             return False
-        with safe_open(stored.file, framework="np", backend="pread") as opened:
-            return not np.any(opened.get_slice(stored.name)[:])
+        return not np.any(stored_values(stored))
 
     def _assemble(
         self,
