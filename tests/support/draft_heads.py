@@ -14,6 +14,7 @@ ONE_LAYER = {
     "num_hidden_layers": 1,
     "layer_types": ["full_attention"],
     "mlp_only_layers": [],
+    "mlp_layer_types": ["sparse"],
     "first_k_dense_replace": 0,
     "num_nextn_predict_layers": 0,
 }

@@ -14,7 +14,7 @@ from max.dtype import DType
 
 from paged_kv.checkpoint.config import checkpoint_folder, checkpoint_path
 from paged_kv.checkpoint.file_errors import file_errors
-from paged_kv.checkpoint.gguf import GgufCheckpoint
+from paged_kv.checkpoint.gguf import Dequantise, GgufCheckpoint
 from paged_kv.checkpoint.gguf_families import find_family as find_gguf_family
 from paged_kv.checkpoint.source import Source
 from paged_kv.checkpoint.weights import Checkpoint, open_checkpoint, stored_values
@@ -84,13 +84,14 @@ class DraftSource:
         assert self.config.draft_head is not None
         return self.config.draft_head
 
-    def load(self, dtype: DType, of_model: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Every weight of the layer by the step's names; those that it shares are arrays of the model.
+    def load(self, dtype: DType, of_model: Mapping[str, np.ndarray], dequantise: Dequantise) -> dict[str, np.ndarray]:
+        """Every weight of the layer by the step's names; those that it shares are arrays of the model. `dequantise` is
+        as of `GgufCheckpoint.load`.
 
         Raises:
             CheckpointError: the weights are not those of the configuration.
         """
-        weights = self.checkpoint.load(self.config, self.config.computed_in(dtype))
+        weights = Source(Path(), self.config, self.checkpoint).load(dtype, dequantise=dequantise)
         return weights | {name: of_model[name] for name in self.head.shared}
 
 

@@ -21,6 +21,7 @@ from paged_kv.arguments import integer, shown
 from paged_kv.arrays.dtypes import numpy_dtype
 from paged_kv.arrays.host import to_buffer, to_numpy
 from paged_kv.checkpoint.draft_layers import DraftSource
+from paged_kv.checkpoint.gguf import Dequantise
 from paged_kv.checkpoint.source import Source, open_source
 from paged_kv.checkpoint.weights import OnProgress
 from paged_kv.engine.adapters import Adapters
@@ -134,7 +135,7 @@ class DecoderModel:
         self.draft_layer: DraftLayer | None = None
         self._draft_width = 0  # of the graph's input `places`
         if draft is not None:
-            own = draft_weights(draft.load(dtype, weights))
+            own = draft_weights(draft.load(dtype, weights, _dequantise(draft.config)))
             blocks = _new_cache(draft.config, page_size, dtype, kv_format, None, num_pages)
             assert isinstance(blocks, np.ndarray)
             self.draft_layer = DraftLayer(draft, own, dtype, kv_format, blocks, config.vocab_size)
@@ -232,8 +233,7 @@ class DecoderModel:
         """
         runtime = default_runtime() if runtime is None else runtime
         source = (folder if isinstance(folder, Source) else open_source(folder)).on(runtime.device)
-        mask = sum(1 << ENCODINGS.index(encoding) for encoding in {each for _, each in source.config.encodings})
-        weights = source.load(dtype, on_progress, partial(dequantise, mask=mask))
+        weights = source.load(dtype, on_progress, _dequantise(source.config))
         return cls(
             source.config,
             weights,
@@ -489,6 +489,11 @@ def least_window_pages(window_left: int, page_size: int) -> int:
     token's own, and the next one.
     """
     return -(-window_left // page_size) + 2
+
+
+def _dequantise(config: DecoderConfig) -> Dequantise:
+    """`dequantise` of the library that has the encodings of a model."""
+    return partial(dequantise, mask=sum(1 << ENCODINGS.index(each) for each in set(dict(config.encodings).values())))
 
 
 def _page(cache: Buffer, page: int) -> Buffer:
