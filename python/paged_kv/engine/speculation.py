@@ -258,20 +258,29 @@ class Speculation:
         self._sums = _FORGET * self._sums + [1, rows, rows * rows, seconds, rows * seconds]
 
     def _counts(self, samples: Sequence[Sample], most: Sequence[int], rows: int) -> list[int]:
-        """Return how many drafts each sample makes."""
+        """Return how many drafts each sample makes.
+
+        A turn of the draft, which gives a token to each of some samples, takes its time once, however many they are.
+        """
         base, row = self._line()
-        tokens, seconds, room = float(len(samples)), base + row * rows, -rows % PANEL
-        drafting = 0.0
-        if self._draft is not None:
-            drafting = (self._draft.seconds or DRAFT_COST * seconds) / len(samples)
+        step, free = base + row * rows, -rows % PANEL
+        turn = 0.0 if self._draft is None else self._draft.seconds or DRAFT_COST * step
         shares = [sample.luck.share(self._share) for sample in samples]
-        places = [(share**at, at, i) for i, share in enumerate(shares) for at in range(1, most[i] + 1)]
-        counts = [0] * len(samples)
-        for gain, at, i in sorted(places, key=lambda place: -place[0]):
-            if not room or gain * seconds <= (row + drafting) * tokens:
-                break
-            counts[i] = at
-            tokens, seconds, room = tokens + gain, seconds + row + drafting, room - 1
+        places = [(share**at, at, i) for i, share in enumerate(shares) for at in range(1, min(most[i], free) + 1)]
+        places.sort(key=lambda place: -place[0])
+        counts, speed = [0] * len(samples), 0.0
+        for turns in range(free + 1):
+            plan = [0] * len(samples)
+            tokens, seconds, room = float(len(samples)), step + turns * turn, free
+            for gain, at, i in places:
+                if not room or gain * seconds <= row * tokens:
+                    break
+                if at <= turns:
+                    plan[i] = at
+                    tokens, seconds, room = tokens + gain, seconds + row, room - 1
+            if tokens / seconds > speed:
+                counts, speed = plan, tokens / seconds
+        room = free - sum(counts)
         for i, sample in enumerate(samples):
             if room and not counts[i] and most[i] and sample.luck.is_due():
                 counts[i], room = 1, room - 1
