@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-import torch
 from max.dtype import DType
 
 from paged_kv.checkpoint.draft_layers import draft_source, mtp_source
@@ -23,9 +22,8 @@ from paged_kv.serve.loading import set_up
 from paged_kv.serve.settings import Settings
 from paged_kv.structured_output import Regex
 from support.checkpoints import rewrite
-from support.draft_heads import Mtp, make_certain, make_eagle, make_mtp
+from support.draft_heads import make_eagle, make_mtp
 from support.families import make_cases
-from support.gguf_files import make_model, write_gguf
 from support.llama_family import poison
 from support.made import Made
 
@@ -39,7 +37,10 @@ EAGLES = {
     "eagle3, layers chosen": {"layers": [1, 4, 7], "adds_normed": True},
     "eagle3, windows": {"family": "Mistral", "sliding_window": 21},  # the model's pages are kept: the head has none
 }
-CASES = ("glm4_moe", "qwen3_next", "qwen3_5", "v3", *EAGLES)
+GGUF = {"glm4moe": 0.05, "deepseek2": 0.1}
+"""Files with tensors in blocks, and the error that the rounding of activations makes."""
+CASES = ("glm4_moe", "qwen3_next", "qwen3_5", "v3", "glm4_moe_lite", *EAGLES)
+CASES += tuple(pytest.param(name, marks=pytest.mark.slow) for name in GGUF)
 
 
 @dataclass
@@ -50,6 +51,8 @@ class Case:
     folder: object
     tokens: object
     """Those that the layer knows."""
+    error: float
+    """Of logits, relative to the largest."""
 
 
 @dataclass
@@ -103,15 +106,31 @@ def cases(tmp_path_factory):
     folder = tmp_path_factory.mktemp("drafts")
 
     def make(name):
-        at = folder / name
         if name in EAGLES:
-            oracle, at, speculate, kind = make_eagle(at, **EAGLES[name]), at / "model", at / "head", "eagle3"
+            at, kind = folder / name, "eagle3"
+            oracle, path, speculate = make_eagle(at, **EAGLES[name]), at / "model", at / "head"
         else:
-            oracle, speculate, kind = make_mtp(name, at), "mtp", "mtp"
-        source = open_source(at)
+            (oracle, path), kind = make_mtp(name, folder / name), "mtp"
+            speculate = kind
+        source = open_source(path)
         draft = draft_source(speculate, source)
         model = DecoderModel.from_folder(source, dtype=DType.float32, num_pages=80, page_size=16, draft=draft)
-        return Case(model, oracle, kind, at, slice(None) if draft.tokens is None else draft.tokens)
+        tokens = slice(None) if draft.tokens is None else draft.tokens
+        return Case(model, oracle, kind, path, tokens, GGUF.get(name, 1e-4))
+
+    return Made(make)
+
+
+@pytest.fixture(scope="module")
+def certain(tmp_path_factory):
+    """By name, a model whose next token depends on the last one alone, and the `speculate` that knows it."""
+    folder = tmp_path_factory.mktemp("certain")
+
+    def make(name):
+        if name not in EAGLES:
+            return make_mtp(name, folder / name, certain=True)[1], "mtp"
+        make_eagle(folder / name, certain=True)
+        return folder / name / "model", folder / name / "head"
 
     return Made(make)
 
@@ -132,11 +151,13 @@ def test_logits_are_those_of_the_formula(case):
             split = len(text) - drafted
             expected = case.oracle.expected(text[:split], text[split:])[-1]
             error = np.abs(rows[text, drafted][case.tokens] - expected).max()
-            assert error < 1e-4 * max(1, np.abs(expected).max()), (len(text), drafted)
+            assert error < case.error * max(1, np.abs(expected).max()), (len(text), drafted)
+    in_blocks = {name for name, _ in case.model.draft_layer.config.encodings}
+    assert case.error < 0.01 or in_blocks >= {"model.eh_proj.weight", "model.embed_tokens.weight"}
 
 
 @pytest.mark.parametrize("way", ["chunks", "company", "preemption", "a shared prefix", "samples", "a restart"])
-@pytest.mark.parametrize("case", [CASES[1], CASES[3], CASES[4]], indirect=True)
+@pytest.mark.parametrize("case", ["qwen3_next", "v3", "eagle3"], indirect=True)
 def test_a_layer_gives_the_same_bits_whatever_was_shared_or_computed_again(case, way, tmp_path):
     """Its K and V, and the hidden state that it goes on from, are those of the text: chunks, pages, prefixes, disk."""
     alone_texts, alone, _ = run(case.model, case.speculate, [PROMPT])
@@ -166,26 +187,24 @@ def test_a_layer_gives_the_same_bits_whatever_was_shared_or_computed_again(case,
         np.testing.assert_array_equal(rows[text], alone[text])
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[4]], indirect=True)
+@pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe_lite", "deepseek2", "eagle3"])
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(30),
-        Sampling(30, temperature=1.0, top_p=0.8, seed=1, logprobs=2),
+        Sampling(30, ignore_end=True),
+        Sampling(30, temperature=1.0, top_p=0.8, seed=1, logprobs=2, ignore_end=True),
         Sampling(30, temperature=0.8, repetition_penalty=1.3, seed=2, logit_bias={3: 1.5, 4: -100}),
-        Sampling(30, prompt_logprobs=1, logprobs=1),
+        Sampling(30, prompt_logprobs=1, logprobs=1, ignore_end=True),
         Sampling(30, temperature=1.0, seed=4, structured_output=Regex("[ab]+c")),
     ],
     ids=["greedy", "drawn", "penalties", "log-probabilities", "structure"],
 )
-def test_outputs_are_those_without_drafts(case, sampling, tmp_path_factory):
-    """To the bit, and log-probabilities too; the layer is right as a rule, and wrong where a structure or a penalty
-    decides.
-    """
-    folder, certain = make_certain(case.folder, tmp_path_factory.mktemp("certain"))
+def test_outputs_are_those_without_drafts(certain, name, sampling):
+    """To the bit, and log-probabilities too; an MTP layer is right wherever no structure or penalty decides."""
+    path, layer = certain[name]
     each_way = []
-    for speculate in (None, certain):
-        engine = load(folder, num_pages=64, page_size=8, speculate=speculate)
+    for speculate in (None, layer):
+        engine = load(path, num_pages=64, page_size=8, speculate=speculate)
         if speculate is not None:
             Seen().watch(engine)
         numbers = [engine.add_request(prompt, sampling, 2) for prompt in (PROMPT[:20], PROMPT[:1])]
@@ -197,57 +216,30 @@ def test_outputs_are_those_without_drafts(case, sampling, tmp_path_factory):
     assert each_way[0] == each_way[1]
     assert engine.statistics.draft_tokens > 0
     assert engine.statistics.accepted_tokens > 0 or sampling.structured_output is not None
-    if certain == "mtp" and sampling.repetition_penalty == 1 and sampling.structured_output is None:
-        assert engine.statistics.accepted_tokens > 0.8 * engine.statistics.draft_tokens
+    if layer == "mtp" and sampling.repetition_penalty == 1 and sampling.structured_output is None:
+        assert engine.statistics.accepted_tokens == engine.statistics.draft_tokens
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_a_layer_in_bfloat16_and_over_codes(cases, dtype):
-    case = cases["qwen3_5"]
+@pytest.mark.parametrize(
+    ("name", "dtype", "options"),
+    [
+        ("qwen3_5", DType.bfloat16, {}),
+        ("qwen3_5", DType.float32, {"kv_format": "int8", "cache_rotation": "hadamard"}),
+        pytest.param("glm4moe", DType.float32, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_layer_in_bfloat16_over_codes_and_in_blocks(cases, name, dtype, options):
+    case = cases[name]
     source = open_source(case.folder)
-    options = {"kv_format": "int8", "cache_rotation": "hadamard"} if dtype == "int8" else {}
-    kind = DType.float32 if options else DType.bfloat16
-    sizes = {"num_pages": 80, "page_size": 16}
-    model = DecoderModel.from_folder(source, dtype=kind, draft=mtp_source(source), **sizes, **options)
+    options = {"dtype": dtype, "num_pages": 80, "page_size": 16, **options}
+    model = DecoderModel.from_folder(source, draft=mtp_source(source), **options)
     texts, rows, _ = run(model, "mtp", [PROMPT])
-    plain = Engine(DecoderModel.from_folder(source, dtype=kind, **sizes, **options))
+    plain = Engine(DecoderModel.from_folder(source, **options))
     assert texts[0, 0] == [token for each in plain.stream(PROMPT, Sampling(NEW)) for token in each.tokens]
     for text, drafted in rows:
         if drafted == 0:
             expected = case.oracle.expected(text, [])[-1]
             assert np.linalg.norm(rows[text, 0] - expected) < 0.1 * np.linalg.norm(expected)
-
-
-@pytest.mark.slow
-def test_a_layer_of_a_gguf_file_stays_in_blocks(tmp_path):
-    """GLM's: its last layer, its norms and its projection beside those of the model."""
-    whole = make_model("glm4moe", num_hidden_layers=3)
-    generator = torch.Generator().manual_seed(0)
-    enorm, hnorm, norm = (1 + 0.2 * torch.randn(256, generator=generator) for _ in range(3))
-    eh_proj = torch.randn(256, 512, generator=generator) / 16
-    names = {"eh_proj": eh_proj, "enorm": enorm, "hnorm": hnorm, "shared_head_norm": norm}
-    more = {f"blk.2.nextn.{name}.weight": x.numpy() for name, x in names.items()}
-    metadata = {"glm4moe.nextn_predict_layers": 1}
-    file = write_gguf(tmp_path / "a.gguf", whole, lambda _: "Q8_0", metadata=metadata, more_tensors=more)
-    state, parts = whole.state_dict(), []
-    for layers, values in ((2, {}), (1, {"first_k_dense_replace": 0})):
-        part = make_model("glm4moe", num_hidden_layers=layers, **values)
-        first = 2 if layers == 1 else 0
-        part.load_state_dict({name: state[name.replace("layers.0.", f"layers.{first}.")] for name in part.state_dict()})
-        parts.append(part)
-    with torch.no_grad():
-        parts[1].model.norm.weight.copy_(norm)
-    oracle = Mtp(*parts, enorm, hnorm, eh_proj, 0.0)
-    source, sizes = open_source(file), {"dtype": DType.float32, "num_pages": 32, "page_size": 16}
-    model = DecoderModel.from_folder(source, draft=mtp_source(source), **sizes)
-    assert {name for name, _ in model.draft_layer.config.encodings} > {"model.eh_proj.weight", "lm_head.weight"}
-    texts, rows, _ = run(model, "mtp", [PROMPT[:30]])
-    for text, drafted in rows:
-        split = len(text) - drafted
-        expected = oracle.expected(text[:split], text[split:])[-1]
-        assert np.linalg.norm(rows[text, drafted] - expected) < 0.05 * np.linalg.norm(expected)
-    plain = Engine(DecoderModel.from_folder(source, **sizes))
-    assert texts[0, 0] == [token for each in plain.stream(PROMPT[:30], Sampling(NEW)) for token in each.tokens]
 
 
 def test_a_layer_takes_memory_only_where_it_drafts(cases):

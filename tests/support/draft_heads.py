@@ -1,24 +1,32 @@
 """Checkpoints with layers that draft tokens, and what these expect: transformers' own layers, fed by the formulas."""
 
+import copy
 import json
-import shutil
 from dataclasses import dataclass
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from support.checkpoints import make_checkpoint, rewrite
+from paged_kv.engine.demo import byte_tokenizer
+from support import gguf_files
+from support.checkpoints import CONFIG, make_checkpoint, rewrite
 from support.families import BASE, CASES, LATENT_CASES
 
-ONE_LAYER = {
-    "num_hidden_layers": 1,
-    "layer_types": ["full_attention"],
-    "mlp_only_layers": [],
-    "mlp_layer_types": ["sparse"],
-    "first_k_dense_replace": 0,
-    "num_nextn_predict_layers": 0,
+DRAFTS = {"layer_types": "full_attention", "mlp_layer_types": "sparse"}
+"""Kinds of a layer that drafts, by the keys of lists with an entry a layer."""
+QWEN = {
+    "shared_head.norm": "mtp.norm",
+    "enorm": "mtp.pre_fc_norm_embedding",
+    "hnorm": "mtp.pre_fc_norm_hidden",
+    "eh_proj": "mtp.fc",
+    "": "mtp.layers.0.",
 }
-QWEN = ("qwen3_next", "qwen3_5")
+"""Beginnings of names after that of a layer that drafts, and Qwen's names."""
+ALL_EXPERTS = {"n_routed_experts": 6, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1}
+"""No rounding of blocks chooses another one."""
+IN_BLOCKS = ("eh_proj.weight", "attn_kv_b.weight", "token_embd.weight")
+"""Endings of the names of tensors of a GGUF file that are in blocks."""
 
 
 @dataclass
@@ -27,10 +35,9 @@ class Mtp:
 
     model: torch.nn.Module
     layer: torch.nn.Module
-    """A model of the one layer, whose last norm and head are the draft's."""
-    enorm: torch.Tensor
-    hnorm: torch.Tensor
-    eh_proj: torch.Tensor
+    """A model of the one layer, whose embeddings, last norm and head are the draft's."""
+    own: dict
+    """Its other tensors."""
     offset: float
 
     def expected(self, tokens, drafted):
@@ -39,16 +46,16 @@ class Mtp:
         """
         with torch.no_grad():
             text = torch.tensor([[*tokens, *drafted]])
-            embedded = self.model.get_input_embeddings()(text)[0]
-            output = self.model(text[:, : len(tokens) - 1], output_hidden_states=True)
+            embedded = self.layer.get_input_embeddings()(text)[0]
+            output = self.model(text[:, : len(tokens) - 1], output_hidden_states=True, use_cache=False)
             hidden = list(output.hidden_states[-1][0])
             hidden = [hidden[0], *hidden]
             while True:
                 eps = self.model.config.rms_norm_eps
-                e = rms_norm(embedded[: len(hidden)], self.enorm + self.offset, eps)
-                h = rms_norm(torch.stack(hidden), self.hnorm + self.offset, eps)
-                x = torch.cat([e, h], -1) @ self.eh_proj.T
-                output = self.layer(inputs_embeds=x[None], output_hidden_states=True)
+                e = rms_norm(embedded[: len(hidden)], self.own["enorm"] + self.offset, eps)
+                h = rms_norm(torch.stack(hidden), self.own["hnorm"] + self.offset, eps)
+                x = torch.cat([e, h], -1) @ self.own["eh_proj"].T
+                output = self.layer(inputs_embeds=x[None], output_hidden_states=True, use_cache=False)
                 if len(hidden) == len(text[0]):
                     return output.logits[0].numpy()
                 own = output.hidden_states[-1] if self.offset else self.before_norm(x)
@@ -58,7 +65,7 @@ class Mtp:
         """The hidden states of the layer before its last norm."""
         seen = []
         hook = self.layer.model.norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-        self.layer(inputs_embeds=x[None])
+        self.layer(inputs_embeds=x[None], use_cache=False)
         hook.remove()
         return seen[0]
 
@@ -67,35 +74,93 @@ def rms_norm(x, weight, eps):
     return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
 
-def make_mtp(case, folder, **overrides):
-    """A case of `families` with one more layer that drafts; its file has the layer by the family's names."""
-    family, values = (CASES | LATENT_CASES)[case]
-    values = BASE | values | overrides
-    model = make_checkpoint(folder, family=family, **values)
-    own = {key: value for key, value in ONE_LAYER.items() if key in values or key[0] in "nf"}
-    if case not in ("glm4_moe", "v3"):
-        own.pop("first_k_dense_replace")
-    layer = make_checkpoint(folder / "layer", family=family, seed=1, **values | own)
+def make_mtp(case, folder, certain=False):
+    """A checkpoint whose layer past the last one drafts: a case of `families` in `folder`, or of `gguf_files` in a file
+    there. GLM-4.7-Flash's layer has its own embeddings and head; the GGUF file of DeepSeek's is of the older layout.
+
+    Args:
+        certain: The next token depends on the last one alone, and the layer knows it: attention and MLPs give zeros,
+            and the layer's input is the last token's embedding. GGUF files are of the newer layout and not in blocks.
+
+    Returns:
+        What the layer expects, and the path.
+    """
+    is_gguf, offset = case in gguf_files.MODELS, float(case.startswith("qwen"))
+    folder.mkdir()
+    if is_gguf:
+        whole = gguf_files.make_model(case, num_hidden_layers=3, **ALL_EXPERTS)
+    else:
+        family, values = (CASES | LATENT_CASES)[case]
+        values = {"num_hidden_layers": CONFIG["num_hidden_layers"]} | BASE | values
+        values |= {key: [*values[key], kind] for key, kind in DRAFTS.items() if key in values}
+        whole = make_checkpoint(folder, family=family, **values | {"num_hidden_layers": values["num_hidden_layers"] + 1})
+    count, hidden = whole.config.num_hidden_layers - 1, whole.config.hidden_size
     generator = torch.Generator().manual_seed(2)
-    hidden = model.config.hidden_size
-    enorm, hnorm = (1 + 0.3 * torch.randn(hidden, generator=generator) for _ in range(2))
-    eh_proj = torch.randn(hidden, 2 * hidden, generator=generator) / (2 * hidden) ** 0.5
-    stored = load_file(folder / "layer" / "model.safetensors")
-    at = f"model.layers.{model.config.num_hidden_layers}."
-    names = {"eh_proj": f"{at}eh_proj", "enorm": f"{at}enorm", "hnorm": f"{at}hnorm", "norm": f"{at}shared_head.norm"}
-    if case in QWEN:
-        at, stem = "mtp.layers.0.", "mtp.pre_fc_norm"
-        names = {"eh_proj": "mtp.fc", "enorm": f"{stem}_embedding", "hnorm": f"{stem}_hidden", "norm": "mtp.norm"}
-    tensors = {at + name.removeprefix("model.layers.0."): x for name, x in stored.items() if ".layers.0." in name}
-    tensors |= {f"{names[name]}.weight": x for name, x in (("enorm", enorm), ("hnorm", hnorm), ("eh_proj", eh_proj))}
-    tensors[f"{names['norm']}.weight"] = stored["model.norm.weight"]
+    own = {name: 1 + 0.3 * torch.randn(hidden, generator=generator) for name in ("enorm", "hnorm", "shared_head.norm")}
+    own["eh_proj"] = torch.randn(hidden, 2 * hidden, generator=generator) / (2 * hidden) ** 0.5
+    if certain:
+        silence(whole)
+        own["enorm"], own["eh_proj"] = torch.full((hidden,), 1024 - offset), torch.eye(hidden, 2 * hidden)
+        own["shared_head.norm"] = whole.model.norm.weight.detach().clone()
+    elif case == "glm4_moe_lite":
+        sizes = whole.lm_head.weight.shape
+        more = {name: torch.randn(sizes, generator=generator) for name in ("embed_tokens", "shared_head.head")}
+        own |= {name: x / hidden**0.5 for name, x in more.items()}
+    if is_gguf:
+        path = folder / "model.gguf"
+        byte_tokenizer(add_bos=True).save(str(folder / "tokenizer.json"))
+        gguf_files.write_gguf(
+            path,
+            whole,
+            lambda name: "Q8_0" if not certain and name.endswith(IN_BLOCKS) else "F32",
+            metadata={f"{case}.nextn_predict_layers": 1},
+            more_tensors={f"blk.{count}.nextn.{name.replace('.', '_')}.weight": x.numpy() for name, x in own.items()},
+            unsplit=not certain,
+        )
+    else:
+        path, at, file = folder, f"model.layers.{count}.", folder / "model.safetensors"
+        whole.save_pretrained(folder)
+        tensors = load_file(file) | {f"{at}{name}.weight": x for name, x in own.items()}
+        if offset:
+            starts = {at + theirs: ours for theirs, ours in QWEN.items()}
+            tensors = {renamed(name, starts): x for name, x in tensors.items()}
+        save_file(tensors, file)
+        config = json.loads((folder / "config.json").read_text())
+        lists = {key: config[key][:count] for key in DRAFTS if key in config}
+        more = {} if offset else {"num_nextn_predict_layers": 1}
+        rewrite(folder / "config.json", num_hidden_layers=count, **lists, **more)
+    return Mtp(*parts(whole, own), own, offset), path
+
+
+def parts(whole, own):
+    """The model without its last layer, and one of this layer alone with the tensors of `own`."""
+    model, layer = copy.deepcopy(whole), copy.deepcopy(whole)
+    model.model.layers, layer.model.layers = model.model.layers[:-1], layer.model.layers[-1:]
+    model.config.num_hidden_layers, layer.config.num_hidden_layers = len(model.model.layers), 1
+    layer.config.layer_types = ["full_attention"]
     with torch.no_grad():
-        layer.lm_head.weight.copy_(model.lm_head.weight)
-    if case not in QWEN:
-        rewrite(folder / "config.json", num_nextn_predict_layers=1)
-    file = folder / "model.safetensors"
-    save_file({**load_file(file), **tensors}, file)
-    return Mtp(model, layer, enorm, hnorm, eh_proj, 1.0 if case in QWEN else 0.0)
+        layer.model.norm.weight.copy_(own["shared_head.norm"])
+        if "embed_tokens" in own:
+            layer.model.embed_tokens.weight.copy_(own["embed_tokens"])
+            layer.lm_head.weight.copy_(own["shared_head.head"])
+    return model, layer
+
+
+def renamed(name, starts):
+    """A name with the first of these beginnings that it has replaced."""
+    start = next((start for start in starts if name.startswith(start)), None)
+    return name if start is None else starts[start] + name.removeprefix(start)
+
+
+def silence(model):
+    """Makes the attention and MLPs of a model give zeros, and its embeddings so large that the epsilon of a norm does not count."""
+    outputs = ("o_proj", "down_proj", "out_proj")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.removesuffix(".weight").removesuffix(".bias").endswith(outputs):
+                parameter.zero_()
+        if not model.config.tie_word_embeddings:
+            model.get_input_embeddings().weight.mul_(1024)
 
 
 @dataclass
@@ -105,7 +170,6 @@ class Eagle:
     model: torch.nn.Module
     tensors: dict
     layers: tuple[int, ...]
-    heads: tuple[int, int]
     adds_normed: bool
 
     def expected(self, tokens, drafted):
@@ -124,106 +188,66 @@ class Eagle:
                 hidden.append(x[-1])
 
     def _layer(self, weights, embedded, hidden):
-        at, (heads, kv_heads) = "midlayer.", self.heads
+        at, count = "midlayer.", len(hidden)
         normed = rms_norm(hidden, weights[f"{at}hidden_norm.weight"], 1e-5)
         x = torch.cat([rms_norm(embedded, weights[f"{at}input_layernorm.weight"], 1e-5), normed], -1)
         q, k, v = (x @ weights[f"{at}self_attn.{name}_proj.weight"].T for name in "qkv")
-        count, dim = len(x), k.shape[1] // kv_heads
-        q, k, v = (y.reshape(count, -1, dim).transpose(0, 1) for y in (q, k, v))
-        angles = torch.arange(count)[:, None] * 10000.0 ** (-torch.arange(0, dim, 2).double() / dim)
-        q, k = (rotate(y, torch.cat([angles, angles], -1)) for y in (q, k))
-        k, v = (y.repeat_interleave(heads // kv_heads, 0) for y in (k, v))
-        scores = (q @ k.transpose(1, 2)) / dim**0.5
-        scores = scores.masked_fill(torch.ones(count, count).triu(1).bool(), -torch.inf)
-        o = (scores.softmax(-1) @ v).transpose(0, 1).reshape(count, -1)
+        q, k, v = (y.reshape(1, count, -1, 16).transpose(1, 2) for y in (q, k, v))
+        angles = torch.arange(count)[:, None] * 10000.0 ** (-torch.arange(8).double() / 8)
+        angles = torch.cat([angles, angles], -1)[None]
+        q, k = apply_rotary_pos_emb(q, k, angles.cos(), angles.sin())
+        o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        o = o.transpose(1, 2).reshape(count, -1)
         y = (normed if self.adds_normed else hidden) + o @ weights[f"{at}self_attn.o_proj.weight"].T
         z = rms_norm(y, weights[f"{at}post_attention_layernorm.weight"], 1e-5)
         gate, up, down = (weights[f"{at}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
         return y + (torch.nn.functional.silu(z @ gate.T) * (z @ up.T)) @ down.T
 
 
-def rotate(x, angles):
-    halves = torch.cat([-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]], -1)
-    return x * angles.cos() + halves * angles.sin()
+def make_eagle(folder, *, certain=False, adds_normed=False, layers=None, family="Llama", **overrides):
+    """A model in `folder`/model and an EAGLE-3 head of it in `folder`/head, which drafts 100 of its tokens alone.
 
+    Args:
+        certain: As of `make_mtp`. The hidden state of the head is the embedding of the token before, of which the first
+            draft follows.
 
-def make_eagle(folder, *, draft_vocab=100, adds_normed=False, layers=None, family="Llama", **overrides):
-    """A model in `folder`/model and an EAGLE-3 head of it in `folder`/head, which drafts some of its tokens alone."""
-    values = BASE | {"num_hidden_layers": 8} | overrides
-    model = make_checkpoint(folder / "model", family=family, **values)
-    hidden, vocab, (heads, kv_heads, dim) = model.config.hidden_size, model.config.vocab_size, (4, 2, 16)
-    inner, both = 80, 2 * hidden
-    linear = {
-        "self_attn.q": (heads * dim, both),
-        "self_attn.k": (kv_heads * dim, both),
-        "self_attn.o": (hidden, heads * dim),
-    }
-    linear |= {"self_attn.v": linear["self_attn.k"], "mlp.gate": (inner, hidden), "mlp.up": (inner, hidden)}
-    sizes = {f"midlayer.{name}_proj": size for name, size in (linear | {"mlp.down": (hidden, inner)}).items()}
-    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-    sizes |= {"fc": (hidden, 3 * hidden), "norm": (hidden,), "lm_head": (draft_vocab, hidden)}
-    sizes |= {f"midlayer.{name}": (hidden,) for name in norms}
-    generator = torch.Generator().manual_seed(5)
-    tensors = {}
-    for name, size in sizes.items():
-        noise = torch.randn(size, generator=generator)
-        tensors[f"{name}.weight"] = 1 + 0.3 * noise if len(size) == 1 else noise / size[1] ** 0.5
-    tokens = torch.randperm(vocab, generator=generator)[:draft_vocab].sort().values
-    tensors["d2t"] = tokens - torch.arange(draft_vocab)
-    tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, tokens, True)
-    config = {"architectures": ["LlamaForCausalLMEagle3"], "hidden_size": hidden, "intermediate_size": inner}
-    config |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dim, "rms_norm_eps": 1e-5}
-    config |= {"vocab_size": vocab, "draft_vocab_size": draft_vocab, "norm_before_residual": adds_normed}
-    config |= {"num_hidden_layers": 1, "max_position_embeddings": 2048}
-    if layers is not None:
-        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": layers}
-    (folder / "head").mkdir()
-    (folder / "head" / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "head" / "model.safetensors")
-    return Eagle(model, tensors, tuple(layers or (2, 4, 5)), (heads, kv_heads), adds_normed)
-
-
-def make_certain(folder, target):
-    """A copy of a checkpoint of `make_mtp`, or of the model of `make_eagle` and its head, whose next token depends on
-    the last one alone, and whose draft layer knows it; returns its folder and `speculate`.
-
-    Attention and MLPs give zeros. The input of an MTP layer is the last token's embedding, so it says what the model
-    says. The hidden state of an EAGLE-3 head is the embedding of the token before, of which its first draft follows.
+    Returns:
+        What the head expects.
     """
-    if not (folder.parent / "head").exists():
-        shutil.copytree(folder, target, dirs_exist_ok=True)
-        tensors = silenced(target / "model.safetensors")
-        offset = float("mtp.fc.weight" in tensors)
-        model_norm = tensors["model.norm.weight"]
-        for name, x in tensors.items():
-            if name.endswith(("eh_proj.weight", "mtp.fc.weight")):
-                tensors[name] = torch.cat([torch.eye(len(x)), torch.zeros(len(x), len(x))], 1)
-            elif name.endswith(("enorm.weight", "pre_fc_norm_embedding.weight")):
-                tensors[name] = torch.ones_like(x) - offset
-            elif name.endswith(("shared_head.norm.weight", "mtp.norm.weight")):
-                tensors[name] = model_norm.clone()
-        save_file(tensors, target / "model.safetensors")
-        return target, "mtp"
-    for part in ("model", "head"):
-        shutil.copytree(folder.parent / part, target / part)
-    of_model, head = (silenced(target / part / "model.safetensors") for part in ("model", "head"))
-    embeddings = of_model["model.embed_tokens.weight"]
-    before = torch.randperm(len(embeddings), generator=torch.Generator().manual_seed(7))
-    of_model["lm_head.weight"] = embeddings[before]  # the token that each follows
-    for tensors, name in ((of_model, "model.norm.weight"), (head, "norm.weight")):
-        tensors[name] = torch.ones_like(tensors[name])
-    head["lm_head.weight"] = embeddings[before[before]][head["d2t"] + torch.arange(len(head["d2t"]))]
-    hidden = len(head["fc.weight"])
-    head["fc.weight"] = torch.eye(hidden).repeat(1, 3)
-    save_file(of_model, target / "model" / "model.safetensors")
-    save_file(head, target / "head" / "model.safetensors")
-    return target / "model", target / "head"
-
-
-def silenced(file):
-    """The tensors of a file whose attention and MLPs give zeros."""
-    outputs = ("o_proj", "down_proj", "out_proj")
-    return {
-        name: torch.zeros_like(x) if name.rpartition(".")[0].endswith(outputs) else x
-        for name, x in load_file(file).items()
+    model = make_checkpoint(folder / "model", family=family, **BASE | {"num_hidden_layers": 8} | overrides)
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 16, "intermediate_size": 80}
+    llama = make_checkpoint(folder / "head", seed=5, **BASE | sizes)
+    hidden, vocab, draft_vocab = model.config.hidden_size, model.config.vocab_size, 100
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randperm(vocab, generator=generator)[:draft_vocab].sort().values
+    starts = {"model.layers.0.": "midlayer.", "model.norm.": "norm.", "model.embed_tokens.": "embed_tokens."}
+    tensors = {renamed(name, starts): x for name, x in llama.state_dict().items()}
+    del tensors["embed_tokens.weight"]
+    for name in "qkv":
+        x = tensors[f"midlayer.self_attn.{name}_proj.weight"]
+        tensors[f"midlayer.self_attn.{name}_proj.weight"] = torch.cat([x, x.flip(1)], 1)
+    tensors |= {
+        "midlayer.hidden_norm.weight": tensors["midlayer.input_layernorm.weight"].flip(0),
+        "fc.weight": torch.randn(hidden, 3 * hidden, generator=generator) / (3 * hidden) ** 0.5,
+        "lm_head.weight": tensors["lm_head.weight"][tokens],
+        "d2t": tokens - torch.arange(draft_vocab),
+        "t2d": torch.zeros(vocab, dtype=torch.bool).index_fill(0, tokens, True),
     }
+    if certain:
+        silence(model)
+        silence(llama)
+        embeddings = model.model.embed_tokens.weight.detach()
+        before = torch.randperm(vocab, generator=generator)  # the token that each follows
+        with torch.no_grad():
+            model.lm_head.weight.copy_(embeddings[before] / 1024)
+            model.model.norm.weight.fill_(1)
+            llama.model.norm.weight.fill_(1)
+        model.save_pretrained(folder / "model")
+        tensors["lm_head.weight"] = embeddings[before[before]][tokens] / 1024
+        tensors["fc.weight"] = torch.eye(hidden).repeat(1, 3)
+    options = {"draft_vocab_size": draft_vocab, "norm_before_residual": adds_normed}
+    if layers is not None:
+        options["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": layers}
+    rewrite(folder / "head" / "config.json", architectures=["LlamaForCausalLMEagle3"], **options)
+    save_file(tensors, folder / "head" / "model.safetensors")
+    return Eagle(model, tensors, tuple(layers or (2, 4, 5)), adds_normed)
