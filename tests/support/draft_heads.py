@@ -91,9 +91,10 @@ def make_mtp(case, folder, certain=False):
         whole = gguf_files.make_model(case, num_hidden_layers=3, **ALL_EXPERTS)
     else:
         family, values = (CASES | LATENT_CASES)[case]
-        values = {"num_hidden_layers": CONFIG["num_hidden_layers"]} | BASE | values
+        layers = values.get("num_hidden_layers", CONFIG["num_hidden_layers"]) + 1
+        values = BASE | values | {"num_hidden_layers": layers}
         values |= {key: [*values[key], kind] for key, kind in DRAFTS.items() if key in values}
-        whole = make_checkpoint(folder, family=family, **values | {"num_hidden_layers": values["num_hidden_layers"] + 1})
+        whole = make_checkpoint(folder, family=family, **values)
     count, hidden = whole.config.num_hidden_layers - 1, whole.config.hidden_size
     generator = torch.Generator().manual_seed(2)
     own = {name: 1 + 0.3 * torch.randn(hidden, generator=generator) for name in ("enorm", "hnorm", "shared_head.norm")}
@@ -153,7 +154,7 @@ def renamed(name, starts):
 
 
 def silence(model):
-    """Makes the attention and MLPs of a model give zeros, and its embeddings so large that the epsilon of a norm does not count."""
+    """Makes the attention and MLPs of a model give zeros; its embeddings are large beside the epsilons of norms."""
     outputs = ("o_proj", "down_proj", "out_proj")
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -215,6 +215,8 @@ class Speculation:
 
     def __init__(self, draft: Draft | None = None) -> None:
         self._draft = draft
+        self.speedup = 1.0
+        """Tokens a second of the last step over those without drafts, as the costs and shares so far predict."""
         self._share = 0.5  # of right drafts, in all samples
         self._sums = np.zeros(5, np.float64)  # over steps: 1, rows, rows^2, seconds, rows * seconds
 
@@ -280,7 +282,7 @@ class Speculation:
                     tokens, seconds, room = tokens + gain, seconds + row, room - 1
             if tokens / seconds > speed:
                 counts, speed = plan, tokens / seconds
-        room = free - sum(counts)
+        room, self.speedup = free - sum(counts), speed * step / len(samples)
         for i, sample in enumerate(samples):
             if room and not counts[i] and most[i] and sample.luck.is_due():
                 counts[i], room = 1, room - 1
