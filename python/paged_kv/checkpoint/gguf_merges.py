@@ -81,7 +81,7 @@ class _HashTable:
     def find(self, start: Indices, size: Indices) -> Indices:
         """The index of a listed text with the hash of `size` characters from `start` on; -1 where there is none."""
         keys = self._hash(start, size)
-        indices = np.full(len(keys), -1)
+        indices = np.full(len(keys), -1, np.int64)
         waiting, slot = np.arange(len(keys)), (keys >> self._shift).astype(np.int64)
         while len(waiting):
             listed = self._slots[slot]

@@ -200,7 +200,7 @@ class _Vocabulary:
     def _types(self) -> npt.NDArray[np.int64]:
         stored = self._numbers("token_type", "iu")
         if stored is None:
-            return np.full(len(self.tokens), _NORMAL)
+            return np.full(len(self.tokens), _NORMAL, np.int64)
         if not np.all((stored >= 0) & (stored <= _BYTE)):
             raise self._error("token_type", int(stored[(stored < 0) | (stored > _BYTE)][0]), f"0 to {_BYTE}")
         return stored.astype(np.int64)
