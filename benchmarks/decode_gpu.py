@@ -144,7 +144,10 @@ def provenance(device: str) -> dict[str, str]:
 
 
 def line_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A point as a line of the file, from the rows of its systems: the copy's rate, the others' shares, all errors."""
+    """A point as a line of the file, from the rows of its systems: the copy's rate, the others' shares, all errors.
+
+    Tested without a GPU; it has not yet run on one.
+    """
     line = {name: rows[0][name] for name in (*SIZES, *FACTS) if name in rows[0]}
     for row in rows:
         figures = ("us", "GB/s") if row["system"] == "copy" else ("us", "share")

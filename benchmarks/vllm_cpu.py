@@ -6,6 +6,7 @@
 The model is that of `benchmarks.transformers_cpu`, a Llama of 1.1 G random parameters in bfloat16, and the engine that
 of `paged-kv bench`, compiled as by default. B requests have one prompt, which is computed first. The two
 processes take turns, a step each. Results are the medians of steps, and of the ratios within a turn.
+Turns of one step were tried with stand-ins for the two engines, not yet with vLLM.
 """
 
 from __future__ import annotations

@@ -532,13 +532,13 @@ def test_the_better_score_is_merged_or_the_first_of_equal_ones(tmp_path):
 
 def test_merges_of_equal_scores(tmp_path):
     """In the order that transformers puts them in: the longer left part first, then the longer right part."""
-    said = sentencepiece(True)[1]
-    scores = [-float(index % 3) for index in range(len(said["tokens"]))]
-    kinds = zip(said["tokens"], said["token_type"], strict=True)
+    metadata = sentencepiece(True)[1]
+    scores = [-float(index % 3) for index in range(len(metadata["tokens"]))]
+    kinds = zip(metadata["tokens"], metadata["token_type"], strict=True)
     outside = {token for token, kind in kinds if kind in (UNKNOWN, CONTROL, BYTE)}
-    vocabulary = {token: index for index, token in enumerate(said["tokens"])}
-    expected = generate_merges(vocabulary, dict(zip(said["tokens"], scores, strict=True)), outside)
-    made = make_tokenizer(header(tmp_path, said | {"scores": scores}))
+    vocabulary = {token: index for index, token in enumerate(metadata["tokens"])}
+    expected = generate_merges(vocabulary, dict(zip(metadata["tokens"], scores, strict=True)), outside)
+    made = make_tokenizer(header(tmp_path, metadata | {"scores": scores}))
     assert json.loads(made.to_str())["model"]["merges"] == [list(pair) for pair in expected]
 
 
@@ -548,5 +548,5 @@ def test_texts_with_one_hash_are_refused(tmp_path, others):
     word = "".join("ab"[number.bit_count() % 2] for number in range(2048))
     other = word.translate(str.maketrans("ab", "ba"))
     tokens = ["<unk>", "a", "b", "x", word, other, f"x{word}", *[f"x{other}" for _ in others]]
-    said = {"model": "llama", "tokens": tokens, "token_type": [UNKNOWN, *[NORMAL] * (len(tokens) - 1)]}
-    refused(make_tokenizer, header(tmp_path, said | {"add_bos_token": False}), match=r"model\.gguf: ")
+    metadata = {"model": "llama", "tokens": tokens, "token_type": [UNKNOWN, *[NORMAL] * (len(tokens) - 1)]}
+    refused(make_tokenizer, header(tmp_path, metadata | {"add_bos_token": False}), match=r"model\.gguf: ")

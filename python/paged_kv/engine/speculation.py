@@ -273,19 +273,19 @@ class Speculation:
         counts, speed = [0] * len(samples), 0.0
         for turns in range(free + 1):
             plan = [0] * len(samples)
-            tokens, seconds, room = float(len(samples)), step + turns * turn, free
+            tokens, seconds, rows_left = float(len(samples)), step + turns * turn, free
             for gain, at, i in places:
-                if not room or gain * seconds <= row * tokens:
+                if not rows_left or gain * seconds <= row * tokens:
                     break
                 if at <= turns:
                     plan[i] = at
-                    tokens, seconds, room = tokens + gain, seconds + row, room - 1
+                    tokens, seconds, rows_left = tokens + gain, seconds + row, rows_left - 1
             if tokens / seconds > speed:
                 counts, speed = plan, tokens / seconds
-        room, self.speedup = free - sum(counts), speed * step / len(samples)
+        rows_left, self.speedup = free - sum(counts), speed * step / len(samples)
         for i, sample in enumerate(samples):
-            if room and not counts[i] and most[i] and sample.luck.is_due():
-                counts[i], room = 1, room - 1
+            if rows_left and not counts[i] and most[i] and sample.luck.is_due():
+                counts[i], rows_left = 1, rows_left - 1
         return counts
 
     def _line(self) -> tuple[float, float]:
